@@ -1,0 +1,49 @@
+"""What a step logs about its batch. docs/metrics.md says in plain words what each number means."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from nanorl.losses.aggregate import token_mean
+from nanorl.rollout import Rollout
+
+
+class TokenMeans:
+    """Means over all tokens of a batch that comes in micro-batches: each part weighs as many tokens as it has."""
+
+    def __init__(self):
+        self.sums: dict[str, Tensor | float] = defaultdict(float)
+        self.tokens = 0
+
+    def add(self, means: dict[str, Tensor], tokens: int) -> None:
+        for name, mean in means.items():
+            self.sums[name] += mean * tokens
+        self.tokens += tokens
+
+    def result(self) -> dict[str, float]:
+        return {name: float(total) / max(self.tokens, 1) for name, total in self.sums.items()}
+
+
+def rollout_metrics(rollout: Rollout, described: dict[str, list[float]], group_size: int) -> dict[str, float]:
+    """Rewards and lengths of one batch of rollouts whose groups stand next to each other."""
+    rewards, lengths = rollout.rewards, rollout.lengths.double()
+    in_groups = rewards.view(-1, group_size)
+    return {
+        "reward": rewards.mean().item(),
+        "reward_std": rewards.std(correction=0).item(),
+        "zero_variance_share": (in_groups.amax(1) == in_groups.amin(1)).double().mean().item(),
+        "length": lengths.mean().item(),
+        "length_max": lengths.max().item(),
+        "truncated_share": rollout.finish.count("length") / len(rollout),
+        **{name: sum(values) / len(values) for name, values in described.items()},
+    }
+
+
+@torch.no_grad()
+def token_metrics(logprobs: Tensor, entropy: Tensor, rollout: Rollout) -> dict[str, Tensor]:
+    """Means over tokens: entropy, and |scored - sampled| log-prob, which before the update is rounding or a bug."""
+    mismatch = (logprobs - rollout.behavior_logprobs).abs()
+    return {"entropy": token_mean(entropy, rollout.mask), "mismatch": token_mean(mismatch, rollout.mask)}

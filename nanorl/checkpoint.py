@@ -1,0 +1,87 @@
+"""Checkpoints that are whole or absent: written beside, synced to disk, then renamed into place.
+
+    checkpoint/step_000040/policy.safetensors   weights of each model, by name
+    checkpoint/step_000040/training.pt          optimizer moments, random number generators, counters
+
+A writer that is killed leaves a folder whose name starts with `.partial`, which nobody reads.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+KEPT = 2  # checkpoints: the newest and the one before it
+PARTIAL = ".partial"
+
+
+def save(folder: Path, step: int, models: dict[str, nn.Module], training: dict) -> Path:
+    """Write the state after `step` steps; returns its folder. Older checkpoints but one are removed afterwards."""
+    final = folder / f"step_{step:06d}"
+    if final.exists():  # a resumed run that stopped before its first new step: the same state
+        return final
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob(PARTIAL + "*"):
+        shutil.rmtree(stale)
+    partial = folder / f"{PARTIAL}_{final.name}"
+    partial.mkdir()
+    for name, model in models.items():
+        save_file(
+            {key: value.contiguous() for key, value in model.state_dict().items()}, partial / f"{name}.safetensors"
+        )
+    torch.save(training, partial / "training.pt")
+    for path in [*partial.iterdir(), partial]:
+        sync(path)
+    os.rename(partial, final)
+    sync(folder)
+    for old in sorted(folder.glob("step_*"))[:-KEPT]:
+        shutil.rmtree(old)
+    return final
+
+
+def sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest complete checkpoint."""
+    return max(folder.glob("step_*"), default=None)
+
+
+def load(checkpoint: Path, models: dict[str, nn.Module]) -> dict:
+    """Fill `models` and return the training state that was saved beside them."""
+    for name, model in models.items():
+        model.load_state_dict(load_file(checkpoint / f"{name}.safetensors"))
+    return torch.load(checkpoint / "training.pt", weights_only=True)
+
+
+def random_state() -> dict:
+    """Of Python's, NumPy's and torch's global generators, for rewards and tasks that use them."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_random_state(state: dict) -> None:
+    version, internal, gauss_next = state["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,0 +1,108 @@
+"""How good is a policy, and how sure are we: accuracy with its interval, pass@k."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from nanorl.model import GPT
+from nanorl.rollout import Rollout
+from nanorl.sampler import Sampler
+from nanorl.tasks.task import Problem, Task
+
+Z_95 = 1.959963984540054  # standard normal quantile at 0.975
+EVAL_SEED = 10**9  # apart from any run's seed: every run is examined with the same random numbers
+
+
+def wilson_interval(right: int, n: int) -> tuple[float, float]:
+    """95 % interval of a share, `right` of `n` (Wilson 1927): honest near 0 and 1, unlike p +- 2 sigma."""
+    if not 0 <= right <= n or n < 1:
+        raise ValueError(f"expected 0 <= right <= n with n >= 1, got {right} of {n}")
+    p, z2 = right / n, Z_95**2
+    centre = (p + z2 / (2 * n)) / (1 + z2 / n)
+    half = Z_95 / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """Chance that k of n samples, drawn without replacement, hold at least one of the `right` ones.
+
+    The unbiased estimate of Chen et al. 2021 (Codex), eq. 1: 1 - C(n - right, k) / C(n, k).
+    """
+    if not (1 <= k <= n and 0 <= right <= n):
+        raise ValueError(f"expected 1 <= k <= n and 0 <= right <= n, got k = {k}, n = {n}, right = {right}")
+    return 1 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def grade(task: Task, problems: Sequence[Problem], rollout: Rollout) -> tuple[list[float], dict[str, list[float]]]:
+    """Rewards (B) and, by name, the properties the task describes (B each). Row i answers problem groups[i]."""
+    rewards, described = [], defaultdict(list)
+    for group, text in zip(rollout.groups.tolist(), rollout.texts(task.tokenizer), strict=True):
+        rewards.append(task.reward(problems[group], text))
+        for name, value in task.describe(problems[group], text).items():
+            described[name].append(value)
+    return rewards, dict(described)
+
+
+def evaluate(policy: GPT, task: Task, problems: Sequence[Problem], max_new_tokens: int, *, samples: int = 1) -> dict:
+    """Held-out accuracy: sampled at temperature 1, `samples` responses a problem, and greedy.
+
+    `accuracy` and its 95 % interval count the first sample of each problem, so that the samples are independent;
+    `pass@k`, for k = 1, 2, 4, ... up to `samples`, counts all of them.
+    """
+    prompts = [task.tokenizer.encode_prompt(problem.prompt) for problem in problems]
+    sampler = Sampler(policy)
+
+    def sample(**how) -> tuple[Rollout, torch.Tensor, dict[str, torch.Tensor]]:
+        rollout = sampler.generate(
+            prompts, max_new_tokens=max_new_tokens, stop_ids=[task.tokenizer.eos_id], seed=EVAL_SEED, **how
+        )
+        rewards, described = grade(task, problems, rollout)
+        return rollout, torch.tensor(rewards), {name: torch.tensor(values) for name, values in described.items()}
+
+    rollout, rewards, described = sample(samples_per_prompt=samples)
+    _, greedy_rewards, _ = sample(greedy=True)
+    right = (rewards.view(-1, samples) >= 1).sum(1).tolist()  # of each problem's samples
+    first = int((rewards[::samples] >= 1).sum())
+    low, high = wilson_interval(first, len(problems))
+    greedy_right = int((greedy_rewards >= 1).sum())
+    greedy_low, greedy_high = wilson_interval(greedy_right, len(problems))
+    result = {
+        "accuracy": first / len(problems),
+        "accuracy_low": low,
+        "accuracy_high": high,
+        "accuracy_greedy": greedy_right / len(problems),
+        "accuracy_greedy_low": greedy_low,
+        "accuracy_greedy_high": greedy_high,
+        "mean_length": rollout.lengths.double().mean().item(),
+        "truncated_share": rollout.finish.count("length") / len(rollout),
+        "problems": len(problems),
+    }
+    for name, values in described.items():
+        result[name] = values.mean().item()
+        with_it = rewards[values > 0]
+        result[f"accuracy_{name}"] = with_it.mean().item() if len(with_it) else None
+    for k in (2**i for i in range(samples.bit_length())):
+        result[f"pass@{k}"] = sum(pass_at_k(samples, c, k) for c in right) / len(problems)
+    return result
+
+
+def describe_evaluation(before: dict, after: dict) -> str:
+    """The two evaluations side by side, for the console."""
+
+    def line(name: str, key: str) -> str:
+        interval = f" [{after[key + '_low']:.3f}, {after[key + '_high']:.3f}]"
+        return f"{name:<28}{before[key]:.3f} -> {after[key]:.3f}{interval}"
+
+    return "\n".join(
+        [
+            f"on {after['problems']} held-out problems      before -> after [95 % interval]",
+            line("accuracy, sampled at T = 1", "accuracy"),
+            line("accuracy, greedy", "accuracy_greedy"),
+            f"{'mean length (tokens)':<28}{before['mean_length']:.1f} -> {after['mean_length']:.1f}",
+        ]
+        + [f"{key:<28}{before[key]:.3f} -> {after[key]:.3f}" for key in after if key.startswith("pass@")]
+    )

@@ -1,0 +1,87 @@
+"""The course of a run, drawn from what it wrote: `python -m nanorl.plots runs/grpo-1`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # no screen needed
+import matplotlib.pyplot as plt
+
+SAMPLED, GREEDY, TRAINING = "tab:blue", "tab:orange", "0.6"
+
+
+def read_metrics(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def evaluations(out: Path, metrics: list[dict]) -> list[tuple[int, dict]]:
+    """(updates taken, held-out evaluation), the last one from summary.json."""
+    points = [(line["step"], line["eval"]) for line in metrics if "eval" in line]
+    summary = out / "summary.json"
+    if summary.exists():
+        saved = json.loads(summary.read_text())
+        points.append((saved["steps"], saved["eval_after"]))
+    return points
+
+
+def draw_accuracy(axes, steps: list[int], metrics: list[dict], points: list[tuple[int, dict]]) -> None:
+    axes.plot(steps, [line["reward"] for line in metrics], color=TRAINING, lw=1, label="training batch")
+    for name, color, label in (
+        ("accuracy", SAMPLED, "held out, T = 1"),
+        ("accuracy_greedy", GREEDY, "held out, greedy"),
+    ):
+        at = [step for step, _ in points]
+        value = [e[name] for _, e in points]
+        axes.plot(at, value, color=color, marker="o", ms=4, label=label)
+        axes.fill_between(
+            at,
+            [e[f"{name}_low"] for _, e in points],
+            [e[f"{name}_high"] for _, e in points],
+            color=color,
+            alpha=0.2,
+            lw=0,
+        )
+    axes.set(ylabel="accuracy (95 % interval)", ylim=(0, 1.02))
+    axes.legend(loc="lower right", fontsize=8)
+
+
+def draw_curves(out: Path) -> Path:
+    """curves.png: accuracy, length, entropy and the share that thinks, against steps. Returns its path."""
+    metrics = read_metrics(out)
+    points = evaluations(out, metrics)
+    steps = [line["step"] for line in metrics]
+    figure, ((a, b), (c, d)) = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True)
+    draw_accuracy(a, steps, metrics, points)
+    b.plot(steps, [line["length"] for line in metrics], color=SAMPLED)
+    b.set(ylabel="mean response length (tokens)", ylim=(0, None))
+    c.plot(steps, [line["entropy"] for line in metrics], color=SAMPLED)
+    c.set(ylabel="entropy (nats a token)", xlabel="step", ylim=(0, None))
+    if "thinks" in metrics[0]:
+        d.plot(steps, [line["thinks"] for line in metrics], color=SAMPLED)
+        d.set(ylabel="share of responses that think", xlabel="step", ylim=(0, 1.02))
+    else:
+        d.plot(steps, [line["reward_std"] for line in metrics], color=SAMPLED)
+        d.set(ylabel="standard deviation of the reward", xlabel="step", ylim=(0, None))
+    for axes in (a, b, c, d):
+        axes.grid(alpha=0.3)
+    if len(points) > 1:
+        first, last = points[0][1], points[-1][1]
+        figure.suptitle(
+            f"Held-out accuracy {first['accuracy']:.2f} -> {last['accuracy']:.2f}, "
+            f"mean length {first['mean_length']:.0f} -> {last['mean_length']:.0f} tokens"
+        )
+    figure.tight_layout()
+    path = out / "curves.png"
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "metrics.jsonl").exists():
+        sys.exit("usage: python -m nanorl.plots RUN_FOLDER (one that holds metrics.jsonl)")
+    print(draw_curves(Path(sys.argv[1])))

@@ -1,0 +1,115 @@
+"""Rollout: the one record that flows through the loop, from the sampler to the loss.
+
+Everything per token is (B, T) over the response alone, padded on the right; T is the longest response. The prompt is
+kept beside it as a plain list. A whole family of published bugs (left padding, shifted masks, prompts in the loss)
+cannot happen in this layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from nanorl.tokenizer import Tokenizer
+
+
+@dataclass
+class Rollout:
+    """B responses of at most T tokens. What training adds (`old_logprobs` and below) starts as None."""
+
+    prompts: list[list[int]]  # B lists of ids
+    tokens: Tensor  # (B, T) int64: the ids that were sampled, never text encoded again
+    mask: Tensor  # (B, T) bool: True where the policy chose the token, the stop token included
+    lengths: Tensor  # (B,) int64: tokens of each response, those an environment inserted included
+    finish: list[str]  # B times "stop" or "length"
+    groups: Tensor  # (B,) int64: rows of one prompt share a number
+    behavior_logprobs: Tensor | None = None  # (B, T) under the distribution that sampled; 0 outside the mask
+    temperature: float = 1.0  # of that distribution; scoring uses the same
+    truncated: bool = False  # sampled with top-k or top-p: cannot be trained on
+    old_logprobs: Tensor | None = None  # (B, T) denominator of the ratio
+    ref_logprobs: Tensor | None = None  # (B, T) under the frozen reference
+    rewards: Tensor | None = None  # (B,)
+    advantages: Tensor | None = None  # (B,) or (B, T)
+
+    def __post_init__(self):
+        B = len(self.prompts)
+        if self.tokens.dim() != 2 or len(self.tokens) != B or self.mask.shape != self.tokens.shape:
+            raise ValueError(
+                f"expected tokens and mask (B, T) with B = {B} prompts, got {tuple(self.tokens.shape)} and "
+                f"{tuple(self.mask.shape)}"
+            )
+        if self.mask.dtype != torch.bool:
+            raise ValueError(f"expected a boolean mask, got {self.mask.dtype}")
+        if not all(self.prompts):
+            row = next(i for i, prompt in enumerate(self.prompts) if not prompt)
+            raise ValueError(f"prompt {row} is empty: the first response token needs one before it (add <bos>)")
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @classmethod
+    def from_responses(cls, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Rollout:
+        """Given responses (demonstrations, preference pairs) as a record; every token of a response is trainable."""
+        if len(prompts) != len(responses):
+            raise ValueError(f"{len(prompts)} prompts but {len(responses)} responses")
+        lengths = torch.tensor([len(response) for response in responses], dtype=torch.long)
+        tokens = torch.zeros(len(responses), int(lengths.max()) if len(responses) else 0, dtype=torch.long)
+        for row, response in enumerate(responses):
+            tokens[row, : len(response)] = torch.tensor(response, dtype=torch.long)
+        return cls(
+            prompts=[list(prompt) for prompt in prompts],
+            tokens=tokens,
+            mask=torch.arange(tokens.shape[1]) < lengths[:, None],
+            lengths=lengths,
+            finish=["stop"] * len(responses),
+            groups=torch.arange(len(responses)),
+        )
+
+    def select(self, rows: Sequence[int]) -> Rollout:
+        """The given rows, trimmed to the longest of them."""
+        index = torch.as_tensor(rows, dtype=torch.long, device=self.tokens.device)
+        longest = int(self.lengths[index].max()) if len(index) else 0
+
+        def pick(value):
+            if isinstance(value, list):
+                return [value[row] for row in rows]
+            if isinstance(value, Tensor):
+                value = value[index]
+                return value[:, :longest] if value.dim() == 2 else value
+            return value
+
+        return replace(self, **{field.name: pick(getattr(self, field.name)) for field in fields(self)})
+
+    def to(self, device: torch.device | str) -> Rollout:
+        moved = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
+        return replace(self, **{name: tensor.to(device) for name, tensor in moved.items()})
+
+    def split(self, size: int | None) -> Iterator[Rollout]:
+        """Micro-batches of at most `size` rows (None: all rows at once), rows of similar length together: less padding
+        to compute."""
+        size = len(self) if size is None else size
+        total = [len(prompt) + n for prompt, n in zip(self.prompts, self.lengths.tolist(), strict=True)]
+        order = sorted(range(len(self)), key=lambda row: total[row])
+        for start in range(0, len(self), size):
+            yield self.select(order[start : start + size])
+
+    def texts(self, tokenizer: Tokenizer) -> list[str]:
+        """What each response says, up to its stop token and without it."""
+        rows = [row[:n].tolist() for row, n in zip(self.tokens, self.lengths.tolist(), strict=True)]
+        return [
+            tokenizer.decode(row[: row.index(tokenizer.eos_id)] if tokenizer.eos_id in row else row) for row in rows
+        ]
+
+
+def response_mask(tokens: Tensor, stop_ids: Sequence[int]) -> Tensor:
+    """tokens (B, T) -> (B, T) bool: True up to and including each row's first stop token.
+
+    For ids that another sampler padded, perhaps with the stop token itself.
+    """
+    stops = torch.isin(tokens, torch.tensor(list(stop_ids), dtype=tokens.dtype, device=tokens.device)).long()
+    return stops.cumsum(1) - stops == 0

@@ -1,0 +1,371 @@
+"""A run's folder, and what keeps a run alive: everything around a training loop that is not the algorithm.
+
+config.json     the options, and versions of what ran
+metrics.jsonl   one line a step
+samples.txt     responses to read, as training went on
+curves.png      the course of the run
+checkpoint/     see nanorl/checkpoint.py
+summary.json    evaluation before and after, seconds
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import tyro
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from nanorl import __version__, checkpoint
+from nanorl.optimizers import Optimizers
+
+CHANGEABLE = {"out", "resume", "steps", "save_every", "eval_every", "device"}  # options a resumed run may give anew
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+Config = TypeVar("Config")
+
+
+class RunError(Exception):
+    """Something the user can mend: shown as a message, without a traceback."""
+
+
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM: the run's state is on disk."""
+
+
+class NonFiniteGuard:
+    """Keeps NaN and infinity out of weights and moments: such an update is skipped and counted."""
+
+    LIMIT = 5  # skipped updates in a row that end the run
+
+    def __init__(self):
+        self.skipped = 0
+        self.in_a_row = 0
+
+    def finite(self, loss: Tensor, grad_norm: Tensor) -> bool:
+        """Whether to take this update. Raises RunError after LIMIT bad ones in a row."""
+        if bool(torch.isfinite(loss)) and bool(torch.isfinite(grad_norm)):
+            self.in_a_row = 0
+            return True
+        self.skipped += 1
+        self.in_a_row += 1
+        if self.in_a_row >= self.LIMIT:
+            raise RunError(
+                f"{self.LIMIT} updates in a row had a loss or gradient that is not finite (loss {float(loss)}, "
+                f"gradient norm {float(grad_norm)}); the weights are those before them. Lower --learning-rate, or look at the "
+                "loss and the rewards"
+            )
+        return False
+
+
+def command_line(config_class: type[Config], description: str | None, main, argv: list[str] | None = None) -> None:
+    """Parse the options, call main(config), turn what goes wrong into a message and an exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        main(parse(config_class, description, argv))
+    except Interrupted as interrupted:
+        print(interrupted, file=sys.stderr)
+        sys.exit(130)  # the shell's status for Ctrl-C
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def parse(config_class: type[Config], description: str | None, argv: list[str]) -> Config:
+    """Options as a `config_class`. With --resume, options not given are those the run was started with."""
+    config = tyro.cli(config_class, args=argv, description=description)
+    if not config.resume:
+        return config
+    out = Path(config.out) if config.out else newest_run(config.name)
+    if not (out / "config.json").exists():
+        raise RunError(f"nothing to resume: {out} holds no run (no config.json)")
+    saved = json.loads((out / "config.json").read_text())["options"]
+    known = {field.name for field in dataclasses.fields(config_class)}
+    started = config_class(**{k: v for k, v in saved.items() if k in known} | {"out": str(out), "resume": True})
+    config = tyro.cli(config_class, args=argv, description=description, default=started)
+    changed = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(started, f.name)]
+    fixed = [name for name in changed if name not in CHANGEABLE]
+    if fixed:
+        raise RunError(
+            f"a resumed run keeps its options, but {', '.join(map(flag, fixed))} "
+            f"differs from {out / 'config.json'}: leave it away, or start a new run with another --out"
+        )
+    return config
+
+
+def choose(option: str, value: str, choices) -> Any:
+    """choices[value], or an error that lists them."""
+    if value not in choices:
+        raise RunError(f"--{option} {value} is unknown: choose one of {', '.join(choices)}")
+    return choices[value]
+
+
+def at_least(config, **minimum: float) -> None:
+    """Each named option, where given, is a finite number that is not below its minimum."""
+    for name, least in minimum.items():
+        value = getattr(config, name)
+        if value is not None and not (math.isfinite(value) and value >= least):
+            raise RunError(f"{flag(name)} must be at least {least}, not {value}")
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+@contextlib.contextmanager
+def checking_options() -> Iterator[None]:
+    """Inside, a ValueError is about the options: shown as a message."""
+    try:
+        yield
+    except ValueError as error:
+        raise RunError(str(error)) from None
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is the GPU if there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise RunError(
+            f"--device {name} cannot be used here ({str(error).splitlines()[0]}): try --device cpu"
+        ) from None
+    return device
+
+
+RUNS = Path("runs")
+
+
+def newest_run(name: str) -> Path:
+    """The run of that name in runs/ with the highest number."""
+    numbered = [path for path in RUNS.glob(f"{name}-*") if path.name.removeprefix(f"{name}-").isdigit()]
+    if not numbered:
+        raise RunError(f"nothing to resume: there is no run {RUNS / name}-N here; name its folder with --out")
+    return max(numbered, key=lambda path: int(path.name.removeprefix(f"{name}-")))
+
+
+class Run:
+    """One run's folder, progress and clock. Use as a context manager, so that Ctrl-C is caught from the first step.
+
+    `config` has at least the fields out, seed, steps, resume, save_every and `name`.
+    """
+
+    def __init__(self, config):
+        self.config = config
+        self.resuming = config.resume
+        self.out = self.open_folder()
+        self.guard = NonFiniteGuard()
+        self.start = 0  # first step of this process
+        self.results: dict[str, Any] = {}  # evaluations and the like, for summary.json; survives a resume
+        self.seconds: dict[str, float] = {}  # by phase, over all processes of the run
+        self.step_seconds: dict[str, float] = {}
+        self.began = time.perf_counter()
+        self.models: dict[str, nn.Module] = {}
+        self.optimizers: Optimizers | None = None
+        self.interrupted = False
+
+    # ---- the folder
+
+    def open_folder(self) -> Path:
+        config = self.config
+        if config.resume:
+            return Path(config.out)
+        if config.out is None:
+            RUNS.mkdir(exist_ok=True)
+            taken = [
+                int(n) for p in RUNS.glob(f"{config.name}-*") if (n := p.name.removeprefix(f"{config.name}-")).isdigit()
+            ]
+            number = max(taken, default=0) + 1
+            while True:
+                try:
+                    out = RUNS / f"{config.name}-{number}"
+                    out.mkdir()
+                    break
+                except FileExistsError:  # another process was faster
+                    number += 1
+        else:
+            out = Path(config.out)
+            if (out / "config.json").exists():
+                raise RunError(f"{out} already holds a run: continue it with --resume, or choose another --out")
+            try:
+                out.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise RunError(f"--out {out} cannot be made ({error.strerror})") from None
+        versions = {"nanorl": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        options = dataclasses.asdict(config) | {"out": str(out)}
+        write_json(out / "config.json", {"options": options, "versions": versions, "command": sys.argv})
+        return out
+
+    def __enter__(self) -> Run:
+        def stop(number, frame):
+            if self.interrupted:  # the second time: at once
+                raise KeyboardInterrupt
+            self.interrupted = True
+            self.say("stopping after this step (once more: at once) ...")
+
+        self.handlers = {}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(ValueError):  # not in the main thread: leave them alone
+                self.handlers[number] = signal.signal(number, stop)
+        self.say(f"writing to {self.out}")
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+    # ---- the loop
+
+    def track(self, optimizers: Optimizers, **models: nn.Module) -> None:
+        """What a checkpoint holds. When resuming, fills all of it from the newest one."""
+        self.models, self.optimizers = models, optimizers
+        newest = checkpoint.latest(self.out / "checkpoint")
+        if not self.resuming or newest is None:
+            return
+        state = checkpoint.load(newest, models)
+        optimizers.load_state_dict(state["optimizers"])
+        checkpoint.set_random_state(state["random"])
+        self.start, self.results, self.seconds = state["step"], state["results"], state["seconds"]
+        self.guard.skipped, self.guard.in_a_row = state["skipped"], state["skipped_in_a_row"]
+        self.keep_lines_before(self.start)
+        self.say(f"resumed at step {self.start}")
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether `track` will restore the models, so that a warm start would be in vain."""
+        return self.resuming and checkpoint.latest(self.out / "checkpoint") is not None
+
+    def steps(self) -> Iterator[int]:
+        """The steps still to do. Saves before the first one, every `save_every`, at the end and when interrupted; always
+        before the loop's body runs for the next step, so that a crash there (in an evaluation, say) loses nothing."""
+        total = self.config.steps
+        if self.start == 0:
+            self.save(0)
+        with tqdm(total=total, initial=self.start, disable=None, unit="step") as self.bar:
+            for step in range(self.start, total):
+                self.step_seconds, self.step_began = {}, time.perf_counter()
+                yield step
+                self.bar.update()
+                done = step + 1
+                if self.interrupted or done == total or done % self.config.save_every == 0:
+                    self.save(done)
+                self.stop_if_interrupted(f"saved at step {done} of {total}")
+
+    def stop_if_interrupted(self, where: str) -> None:
+        if self.interrupted:
+            raise Interrupted(f"{where}. Continue with: python {sys.argv[0]} --out {self.out} --resume")
+
+    def save(self, step: int) -> None:
+        state = {
+            "step": step,
+            "optimizers": self.optimizers.state_dict(),
+            "random": checkpoint.random_state(),
+            "results": self.results,
+            "seconds": self.seconds_so_far(),
+            "skipped": self.guard.skipped,
+            "skipped_in_a_row": self.guard.in_a_row,
+        }
+        checkpoint.save(self.out / "checkpoint", step, self.models, state)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the seconds spent inside under `name`."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - began
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+            self.step_seconds[name] = self.step_seconds.get(name, 0.0) + spent
+
+    def seconds_so_far(self) -> dict[str, float]:
+        return self.seconds | {"total": self.seconds.get("total", 0.0) + time.perf_counter() - self.began}
+
+    # ---- what is written and shown
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        """One line of metrics.jsonl; a line on the console now and then. Floats that are not finite become null."""
+        spent = time.perf_counter() - self.step_began
+        self.seconds["train"] = self.seconds.get("train", 0.0) + spent - self.step_seconds.get("eval", 0.0)
+        seconds = {name: round(value, 6) for name, value in self.step_seconds.items()} | {"step": round(spent, 6)}
+        line = {"step": step, **metrics, "skipped_updates": self.guard.skipped, "seconds": seconds}
+        with open(self.out / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(plain(line)) + "\n")
+        shown = {k: v for k in ("reward", "length", "entropy", "thinks") if (v := metrics.get(k)) is not None}
+        text = "  ".join(f"{name} {value:.3g}" for name, value in shown.items())
+        self.bar.set_postfix_str(text)
+        if step % max(1, self.config.steps // 10) == 0 or step == self.config.steps - 1:
+            self.say(f"step {step + 1:4d}/{self.config.steps}  {text}  {spent:.2f} s")
+
+    def reporter(self, what: str, total: int) -> Callable[[int, float], None]:
+        """For loops before the run's own steps: shows their loss now and then, and lets Ctrl-C through."""
+
+        def report(step: int, loss: float) -> None:
+            if (step + 1) % max(1, total // 5) == 0:
+                self.say(f"{what} {step + 1:4d}/{total}  loss {loss:.3f}")
+            self.stop_if_interrupted(f"stopped in the {what}, which a resumed run does again")
+
+        return report
+
+    def keep_lines_before(self, step: int) -> None:
+        """Drop what was logged after the checkpoint that is being resumed; the steps will be taken again."""
+        path = self.out / "metrics.jsonl"
+        if path.exists():
+            kept = []
+            for line in path.read_text().splitlines(keepends=True):
+                with contextlib.suppress(json.JSONDecodeError):  # a last line cut off by a kill
+                    if line.endswith("\n") and json.loads(line)["step"] < step:
+                        kept.append(line)
+            write_atomically(path, "".join(kept))
+
+    def samples(self, step: int, lines: list[str], shown: int = 2) -> None:
+        """Append responses to samples.txt and show the first few."""
+        with open(self.out / "samples.txt", "a") as file:
+            file.write(f"--- after {step} steps\n" + "\n".join(lines) + "\n")
+        for line in lines[:shown]:
+            self.say("    " + line)
+
+    def say(self, text: str) -> None:
+        tqdm.write(text)
+
+    def finish(self, **results: Any) -> dict:
+        """summary.json: evaluations, seconds by phase, seed."""
+        self.results |= results
+        seconds = {name: round(value, 3) for name, value in self.seconds_so_far().items()}
+        summary = plain(self.results | {"seconds": seconds, "seed": self.config.seed, "steps": self.config.steps})
+        write_json(self.out / "summary.json", summary)
+        return summary
+
+
+def plain(value: Any) -> Any:
+    """JSON has no NaN, no infinity and no tensors: the first two become null."""
+    if isinstance(value, Tensor):
+        value = value.item()
+    if isinstance(value, dict):
+        return {key: plain(v) for key, v in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomically(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    beside = path.with_name(f".partial_{path.name}")
+    beside.write_text(text)
+    os.replace(beside, path)

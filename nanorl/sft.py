@@ -1,0 +1,93 @@
+"""Supervised fine-tuning: imitate demonstrations, the loss on the response alone (its stop token included)."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import kernels.linear
+from nanorl import losses, model, optimizers, rollout, scorer, tokenizer
+from nanorl.losses.aggregate import token_count, token_mean
+from nanorl.model import GPT
+from nanorl.optimizers import Optimizers, decayed
+from nanorl.rollout import Rollout
+from nanorl.run import NonFiniteGuard
+from nanorl.scorer import score
+from nanorl.tasks.task import Task
+
+DECAY_SHARE = 0.3  # of the steps: the learning rate falls to zero
+MICRO_BATCH = 32  # rows: demonstrations differ much in length, and similar ones are computed together
+BATCH = 96  # demonstrations a step
+LEARNING_RATE = 0.007
+
+
+def demonstrations(task: Task, n: int, key: str) -> Rollout:
+    """n demonstrations as a record that can be scored; a function of `key` alone."""
+    problems = task.training_problems(n, key)
+    return Rollout.from_responses(
+        [task.tokenizer.encode_prompt(problem.prompt) for problem in problems],
+        [task.tokenizer.encode_response(task.demonstration(problem, key)) for problem in problems],
+    )
+
+
+def warm_start(
+    policy: GPT,
+    task: Task,
+    *,
+    steps: int,
+    seed: int,
+    batch: int = BATCH,
+    learning_rate: float = LEARNING_RATE,
+    report: Callable[[int, float], None] = lambda step, loss: None,
+) -> None:
+    """Train `policy` in place on the task's demonstrations: the mean cross-entropy over response tokens.
+
+    `report(step, loss)` is called after each step.
+    """
+    optimizer = Optimizers(policy, learning_rate)
+    guard = NonFiniteGuard()
+    for step in range(steps):
+        whole = demonstrations(task, batch, f"sft {seed} {step}").to(policy.head.device)
+        tokens = token_count(whole.mask)
+        optimizer.zero_grad()
+        total = torch.zeros((), device=policy.head.device)
+        for part in whole.split(MICRO_BATCH):
+            logprobs, _ = score(policy, part)
+            loss = token_mean(-logprobs, part.mask, denominator=tokens)
+            loss.backward()
+            total += loss.detach()
+        if guard.finite(total, optimizer.clip_gradients()):
+            optimizer.step(decayed(step, steps, DECAY_SHARE))
+        report(step, total.item())
+
+
+def cached_warm_start(policy: GPT, task: Task, folder: Path, *, steps: int, seed: int, **options) -> bool:
+    """`warm_start`, or its result from `folder` if the same one was done before. Returns whether it was found there.
+
+    The file's name is a digest of everything that decides the result: options, model, task, and the code that trains.
+    """
+    code = [kernels.linear, losses.aggregate, model, optimizers, rollout, scorer, tokenizer, sys.modules[__name__]]
+    code += [sys.modules[type(task).__module__]]
+    weight = policy.head
+    settings = {"steps": steps, "seed": seed, "model": asdict(policy.config), "task": type(task).__name__}
+    settings |= {"dtype": str(weight.dtype), "device": weight.device.type, "torch": torch.__version__}
+    described = json.dumps(settings, sort_keys=True) + "".join(inspect.getsource(module) for module in code)
+    path = folder / f"{hashlib.sha256(described.encode()).hexdigest()[:16]}.safetensors"
+    if path.exists():
+        policy.load_state_dict(load_file(path))
+        return True
+    warm_start(policy, task, steps=steps, seed=seed, **options)
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".partial_{os.getpid()}_{path.name}")
+    save_file(policy.state_dict(), partial)
+    os.replace(partial, path)
+    return False

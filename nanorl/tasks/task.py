@@ -1,0 +1,35 @@
+"""What a task offers to the training scripts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from nanorl.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Problem:
+    prompt: str
+    answer: str
+
+
+class Task(Protocol):
+    tokenizer: Tokenizer
+    max_prompt_tokens: int
+    max_new_tokens: int  # enough for the longest sensible response and its stop token
+
+    def training_problems(self, n: int, key: str) -> list[Problem]:
+        """n problems, a function of `key` alone ("grpo 0 12": who asks, seed, step), so that a resumed run has nothing
+        to restore."""
+
+    def held_out_problems(self, n: int) -> list[Problem]:
+        """The same n problems in every run; none of them is ever a training problem."""
+
+    def demonstration(self, problem: Problem, key: str) -> str:
+        """A response to imitate in the warm start; a function of its arguments alone."""
+
+    def reward(self, problem: Problem, response: str) -> float: ...
+
+    def describe(self, problem: Problem, response: str) -> dict[str, float]:
+        """Properties of a response worth a curve, by name; their means are logged."""

@@ -1,0 +1,215 @@
+"""GRPO and its relatives on a task with verifiable rewards, from a warm start to a model that has learned to reason.
+
+    python train_grpo.py                      chain arithmetic, about a minute on two cores
+    python train_grpo.py --help               every option
+
+Sample a group of responses to each prompt, reward them, call a response's z-score in its group its advantage, and make
+better ones likelier. What it simplifies: one update a batch of rollouts, all on one device, a task small enough to
+need no data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from nanorl.advantages import group_advantages
+from nanorl.algorithms import ALGORITHMS
+from nanorl.batch_metrics import TokenMeans, rollout_metrics, token_metrics
+from nanorl.evaluation import describe_evaluation, evaluate, grade
+from nanorl.losses.aggregate import token_count
+from nanorl.model import GPT, GPTConfig, frozen_copy
+from nanorl.optimizers import Optimizers, decayed
+from nanorl.plots import draw_curves
+from nanorl.run import DTYPES, Run, at_least, checking_options, choose, choose_device, command_line
+from nanorl.sampler import Sampler
+from nanorl.scorer import score
+from nanorl.sft import cached_warm_start
+from nanorl.tasks import TASKS
+
+DECAY_SHARE = 0.4  # of the steps: the learning rate falls to zero
+FINAL_SAMPLES = 4  # a problem, in the evaluations before and after, for pass@k
+
+
+@dataclass
+class Config:
+    """Options of train_grpo.py."""
+
+    name: ClassVar[str] = "grpo"  # of the folders in runs/
+
+    out: str | None = None
+    """Folder for everything the run writes. Default: runs/grpo-N, the next free N."""
+    seed: int = 0
+    """Of weights, problems and samples."""
+    steps: int = 100
+    """Updates of the policy."""
+    algo: str = "grpo"
+    """Algorithm: a row of nanorl/algorithms.py."""
+    task: str = "chain"
+    """What to learn: a row of nanorl/tasks."""
+    prompts: int = 16
+    """Problems a step."""
+    group_size: int = 8
+    """Responses to each problem."""
+    micro_batch: int | None = None
+    """Responses scored at a time; it changes memory, not the result. Default: all."""
+    temperature: float = 1.0
+    """Of sampling and of every log-prob."""
+    max_new_tokens: int | None = None
+    """Longest response, its stop token included. Default: the task's."""
+    learning_rate: float = 1.5e-3
+    """Constant, then linearly to 0 over the last 40 % of the steps."""
+    clip_low: float | None = None
+    """The ratio is clipped below 1 - clip_low. Default: the algorithm's."""
+    clip_high: float | None = None
+    """The ratio is clipped above 1 + clip_high. Default: the algorithm's."""
+    beta: float = 0.0
+    """Weight of KL(policy || warm start) in the loss; above 0 a frozen reference is kept."""
+    width: int = 96
+    """Of the transformer's residual stream."""
+    layers: int = 2
+    """Of the transformer."""
+    heads: int = 4
+    """Of the transformer's attention."""
+    warm_start_steps: int = 340
+    """Supervised steps on demonstrations before the first update; kept beside the run for the next one."""
+    eval_every: int = 20
+    """Steps between evaluations on held-out problems."""
+    eval_problems: int = 512
+    """Held-out problems."""
+    save_every: int = 20
+    """Steps between checkpoints."""
+    resume: bool = False
+    """Continue the run in --out (default: the newest in runs/) from its last checkpoint."""
+    device: str = "auto"
+    """cpu, cuda, mps, or auto: the GPU if there is one."""
+    dtype: str = "float32"
+    """Of weights and arithmetic: float32 or float64."""
+
+
+def main(config: Config) -> dict:
+    algorithm = choose("algo", config.algo, ALGORITHMS)
+    task = choose("task", config.task, TASKS)()
+    dtype = choose("dtype", config.dtype, DTYPES)
+    device = choose_device(config.device)
+    at_least(config, seed=0, steps=1, prompts=1, group_size=2, micro_batch=1, temperature=1e-3, max_new_tokens=1)
+    at_least(config, learning_rate=0, clip_low=0, clip_high=0, beta=0, width=1, layers=1, heads=1, warm_start_steps=0)
+    at_least(config, eval_every=1, eval_problems=1, save_every=1)
+    max_new_tokens = config.max_new_tokens or task.max_new_tokens
+    torch.manual_seed(config.seed)
+    with checking_options():
+        shape = GPTConfig(
+            vocab_size=task.tokenizer.vocab_size,
+            width=config.width,
+            layers=config.layers,
+            heads=config.heads,
+            max_context=task.max_prompt_tokens + max(max_new_tokens, task.max_new_tokens),
+        )
+    policy = GPT(shape).to(device, dtype)
+
+    with Run(config) as run:
+        if not run.has_checkpoint:
+            with run.phase("warm_start"):
+                run.results["warm_start_cached"] = cached_warm_start(
+                    policy,
+                    task,
+                    run.out.parent / "warm_starts",
+                    steps=config.warm_start_steps,
+                    seed=config.seed,
+                    report=run.reporter("warm start", config.warm_start_steps),
+                )
+        reference = frozen_copy(policy) if config.beta > 0 else None
+        optimizers = Optimizers(policy, config.learning_rate)
+        run.track(optimizers, policy=policy, **({"reference": reference} if reference else {}))
+        sampler = Sampler(policy)
+        held_out = task.held_out_problems(config.eval_problems)
+        rows = config.prompts * config.group_size  # B, responses a step
+
+        for step in run.steps():
+            evaluated = {}
+            if step % config.eval_every == 0:
+                with run.phase("eval"):
+                    samples = FINAL_SAMPLES if step == 0 else 1
+                    evaluated = {"eval": evaluate(policy, task, held_out, max_new_tokens, samples=samples)}
+                run.results.setdefault("eval_before", evaluated["eval"])
+
+            with run.phase("sample"):
+                problems = task.training_problems(config.prompts, f"grpo {config.seed} {step}")
+                rollout = sampler.generate(
+                    [task.tokenizer.encode_prompt(problem.prompt) for problem in problems],
+                    samples_per_prompt=config.group_size,
+                    max_new_tokens=max_new_tokens,
+                    stop_ids=[task.tokenizer.eos_id],
+                    temperature=config.temperature,
+                    seed=config.seed,
+                    sample_ids=range(step * rows, (step + 1) * rows),
+                )
+
+            with run.phase("reward"):
+                rewards, described = grade(task, problems, rollout)
+                rollout.rewards = torch.tensor(rewards, dtype=dtype, device=device)  # (B,)
+                rollout.advantages = group_advantages(rollout.rewards, rollout.groups, scale=algorithm.advantage_scale)
+                rollout.old_logprobs = rollout.behavior_logprobs  # one update a rollout: the sampler's are the old ones
+
+            with run.phase("update"):
+                denominator = algorithm.denominator(rollout.mask)  # of the whole batch, whatever the micro-batches
+                loss, means = torch.zeros((), device=device), TokenMeans()
+                optimizers.zero_grad()
+                for part in rollout.split(config.micro_batch):
+                    logprobs, entropy = score(policy, part)  # (b, T), (b, T)
+                    if reference is not None:
+                        with torch.no_grad():
+                            part.ref_logprobs, _ = score(reference, part)
+                    options = algorithm.accepted(
+                        ref_logprobs=part.ref_logprobs,
+                        beta=config.beta,
+                        clip_low=config.clip_low,
+                        clip_high=config.clip_high,
+                        denominator=denominator,
+                    )
+                    part_loss, metrics = algorithm.loss(
+                        logprobs, part.old_logprobs, part.advantages, part.mask, **options
+                    )
+                    part_loss.backward()
+                    loss += part_loss.detach()
+                    means.add(metrics | token_metrics(logprobs, entropy, part), token_count(part.mask))
+                grad_norm = optimizers.clip_gradients()
+                rate = decayed(step, config.steps, DECAY_SHARE)
+                if run.guard.finite(loss, grad_norm):
+                    optimizers.step(rate)
+
+            run.log(
+                step,
+                {
+                    **rollout_metrics(rollout, described, config.group_size),
+                    **means.result(),
+                    "loss": loss.item(),
+                    "grad_norm": grad_norm.item(),
+                    "learning_rate": rate * config.learning_rate,
+                    **evaluated,
+                },
+            )
+            if evaluated:
+                run.samples(
+                    step,
+                    [
+                        f"{problems[group].prompt} {text}   reward {reward:g}"
+                        for group, text, reward in zip(
+                            rollout.groups.tolist(), rollout.texts(task.tokenizer), rewards, strict=True
+                        )
+                    ],
+                )
+
+        with run.phase("eval"):
+            eval_after = evaluate(policy, task, held_out, max_new_tokens, samples=FINAL_SAMPLES)
+        summary = run.finish(eval_after=eval_after)
+        draw_curves(run.out)
+        run.say(describe_evaluation(summary["eval_before"], summary["eval_after"]))
+        run.say(f"curves, samples, weights: {run.out}")
+    return summary
+
+
+if __name__ == "__main__":
+    command_line(Config, __doc__, main)
