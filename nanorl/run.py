@@ -62,9 +62,9 @@ class NonFiniteGuard:
         self.in_a_row += 1
         if self.in_a_row >= self.LIMIT:
             raise RunError(
-                f"{self.LIMIT} updates in a row had a loss or gradient that is not finite (loss {float(loss)}, "
-                f"gradient norm {float(grad_norm)}); the weights are those before them. Lower --learning-rate, or look at the "
-                "loss and the rewards"
+                f"{self.LIMIT} updates in a row had a loss or gradient that is not finite (loss {float(loss)}, gradient "
+                f"norm {float(grad_norm)}); the weights are those before them. Lower --learning-rate, or look at the "
+                "rewards and the loss"
             )
         return False
 
@@ -249,8 +249,8 @@ class Run:
         return self.resuming and checkpoint.latest(self.out / "checkpoint") is not None
 
     def steps(self) -> Iterator[int]:
-        """The steps still to do. Saves before the first one, every `save_every`, at the end and when interrupted; always
-        before the loop's body runs for the next step, so that a crash there (in an evaluation, say) loses nothing."""
+        """The steps still to do. Saves before the first one, every `save_every`, at the end and when interrupted,
+        always before the loop's body runs for the next step: a crash there (in an evaluation, say) loses nothing."""
         total = self.config.steps
         if self.start == 0:
             self.save(0)
