@@ -62,9 +62,9 @@ class NonFiniteGuard:
         self.in_a_row += 1
         if self.in_a_row >= self.LIMIT:
             raise RunError(
-                f"{self.LIMIT} updates in a row had a loss or gradient that is not finite (loss {float(loss)}, gradient "
-                f"norm {float(grad_norm)}); the weights are those before them. Lower --learning-rate, or look at the "
-                "rewards and the loss"
+                f"{self.LIMIT} updates in a row had a loss or gradient that is not finite (loss {float(loss)}, "
+                f"gradient norm {float(grad_norm)}); the weights are those before them. Lower --learning-rate, or look "
+                "at the rewards and the loss"
             )
         return False
 
