@@ -18,12 +18,12 @@ import torch
 from nanorl.advantages import group_advantages
 from nanorl.algorithms import ALGORITHMS
 from nanorl.batch_metrics import TokenMeans, rollout_metrics, token_metrics
-from nanorl.evaluation import describe_evaluation, evaluate, grade
+from nanorl.evaluation import describe_evaluation, evaluate, grade, sample_lines
 from nanorl.losses.aggregate import token_count
 from nanorl.model import GPT, GPTConfig, frozen_copy
 from nanorl.optimizers import Optimizers, decayed
 from nanorl.plots import draw_curves
-from nanorl.run import DTYPES, Run, at_least, checking_options, choose, choose_device, command_line
+from nanorl.run import DTYPES, MAX_SEED, Run, at_least, at_most, checking_options, choose, choose_device, command_line
 from nanorl.sampler import Sampler
 from nanorl.scorer import score
 from nanorl.sft import cached_warm_start
@@ -59,7 +59,7 @@ class Config:
     """Of sampling and of every log-prob."""
     max_new_tokens: int | None = None
     """Longest response, its stop token included. Default: the task's."""
-    learning_rate: float = 1.5e-3
+    learning_rate: float = 1e-3
     """Constant, then linearly to 0 over the last 40 % of the steps."""
     clip_low: float | None = None
     """The ratio is clipped below 1 - clip_low. Default: the algorithm's."""
@@ -97,6 +97,7 @@ def main(config: Config) -> dict:
     at_least(config, seed=0, steps=1, prompts=1, group_size=2, micro_batch=1, temperature=1e-3, max_new_tokens=1)
     at_least(config, learning_rate=0, clip_low=0, clip_high=0, beta=0, width=1, layers=1, heads=1, warm_start_steps=0)
     at_least(config, eval_every=1, eval_problems=1, save_every=1)
+    at_most(config, seed=MAX_SEED, clip_low=1)
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
     torch.manual_seed(config.seed)
     with checking_options():
@@ -150,12 +151,14 @@ def main(config: Config) -> dict:
             with run.phase("reward"):
                 rewards, described = grade(task, problems, rollout)
                 rollout.rewards = torch.tensor(rewards, dtype=dtype, device=device)  # (B,)
-                rollout.advantages = group_advantages(rollout.rewards, rollout.groups, scale=algorithm.advantage_scale)
+                rollout.advantages = group_advantages(
+                    rollout.rewards, rollout.groups, scale=algorithm.advantage_scale, valid=rollout.mask.any(1)
+                )
                 rollout.old_logprobs = rollout.behavior_logprobs  # one update a rollout: the sampler's are the old ones
 
             with run.phase("update"):
                 denominator = algorithm.denominator(rollout.mask)  # of the whole batch, whatever the micro-batches
-                loss, means = torch.zeros((), device=device), TokenMeans()
+                loss, means = torch.zeros((), device=device, dtype=dtype), TokenMeans()
                 optimizers.zero_grad()
                 for part in rollout.split(config.micro_batch):
                     logprobs, entropy = score(policy, part)  # (b, T), (b, T)
@@ -188,19 +191,12 @@ def main(config: Config) -> dict:
                     "loss": loss.item(),
                     "grad_norm": grad_norm.item(),
                     "learning_rate": rate * config.learning_rate,
+                    "tokens_per_second": token_count(rollout.mask) / run.step_seconds["sample"],
                     **evaluated,
                 },
             )
             if evaluated:
-                run.samples(
-                    step,
-                    [
-                        f"{problems[group].prompt} {text}   reward {reward:g}"
-                        for group, text, reward in zip(
-                            rollout.groups.tolist(), rollout.texts(task.tokenizer), rewards, strict=True
-                        )
-                    ],
-                )
+                run.samples(step, sample_lines(task, problems, rollout))
 
         with run.phase("eval"):
             eval_after = evaluate(policy, task, held_out, max_new_tokens, samples=FINAL_SAMPLES)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 CHUNK_TOKENS = 512  # on a CPU; larger chunks cost memory and gain nothing there
 
@@ -47,18 +46,22 @@ def linear_logprob(
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1 token, not {chunk}")
     kept = (targets != ignore_index).nonzero().squeeze(1)
-    kept_targets = targets[kept]
+    kept_targets = targets[kept].long()
     if len(kept) and not (0 <= kept_targets.min() and kept_targets.max() < len(weight)):
         low, high = kept_targets.min().item(), kept_targets.max().item()
         raise ValueError(f"targets must lie in [0, {len(weight)}) or be {ignore_index}; got {low} to {high}")
-    logprob, entropy = LinearLogprob.apply(hidden[kept], weight, kept_targets, float(temperature), chunk)
+    # Products in bfloat16 would put log-probs off by a tenth of a nat; the gradients are rounded once, on the way out.
+    dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
+    logprob, entropy = LinearLogprob.apply(
+        hidden[kept].to(dtype), weight.to(dtype), kept_targets, float(temperature), chunk
+    )
     zeros = logprob.new_zeros(len(hidden))
     return zeros.index_copy(0, kept, logprob), zeros.index_copy(0, kept, entropy)
 
 
 def log_softmax_parts(hidden: Tensor, weight: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Of one chunk: log-probabilities (C, V), probabilities (C, V), entropies (C,)."""
-    logits = (hidden @ weight.T).to(torch.promote_types(hidden.dtype, torch.float32)) / temperature
+    logits = hidden @ weight.T / temperature
     shifted = logits - logits.amax(-1, keepdim=True)
     log_sum = shifted.exp().sum(-1, keepdim=True).log()
     logprobs = shifted - log_sum
@@ -71,8 +74,7 @@ def log_softmax_parts(hidden: Tensor, weight: Tensor, temperature: float) -> tup
 class LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int):
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logprob = hidden.new_empty(len(hidden), dtype=dtype)
+        logprob = hidden.new_empty(len(hidden))
         entropy = torch.empty_like(logprob)
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
@@ -83,11 +85,12 @@ class LinearLogprob(torch.autograd.Function):
         return logprob, entropy
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_logprob: Tensor, grad_entropy: Tensor):
+        if torch.is_grad_enabled():  # create_graph=True; without this the second derivative would silently be missing
+            raise RuntimeError("linear_logprob has first derivatives only: call backward without create_graph")
         hidden, weight, targets = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=grad_logprob.dtype) if ctx.needs_input_grad[1] else None
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logprobs, probs, entropy = log_softmax_parts(hidden[part], weight, ctx.temperature)
@@ -96,9 +99,9 @@ class LinearLogprob(torch.autograd.Function):
                 grad_logprob[part, None] + grad_entropy[part, None] * (finite + entropy[:, None])
             )  # (C, V)
             grad.scatter_add_(1, targets[part, None], grad_logprob[part, None])
-            grad = (grad / ctx.temperature).to(hidden.dtype)
+            grad = grad / ctx.temperature
             if grad_hidden is not None:
                 grad_hidden[part] = grad @ weight
             if grad_weight is not None:
                 grad_weight += grad.T @ hidden[part]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, grad_weight, None, None, None

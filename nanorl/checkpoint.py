@@ -59,6 +59,12 @@ def latest(folder: Path) -> Path | None:
     return max(folder.glob("step_*"), default=None)
 
 
+def steps_done(folder: Path) -> int:
+    """Steps behind the newest complete checkpoint; 0 without one."""
+    newest = latest(folder)
+    return int(newest.name.removeprefix("step_")) if newest else 0
+
+
 def load(checkpoint: Path, models: dict[str, nn.Module]) -> dict:
     """Fill `models` and return the training state that was saved beside them."""
     for name, model in models.items():

@@ -24,7 +24,7 @@ def wilson_interval(right: int, n: int) -> tuple[float, float]:
     p, z2 = right / n, Z_95**2
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = Z_95 / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half))  # rounding never passes 0, p or 1
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
@@ -45,6 +45,12 @@ def grade(task: Task, problems: Sequence[Problem], rollout: Rollout) -> tuple[li
         for name, value in task.describe(problems[group], text).items():
             described[name].append(value)
     return rewards, dict(described)
+
+
+def sample_lines(task: Task, problems: Sequence[Problem], rollout: Rollout) -> list[str]:
+    """Each graded response as a line to read."""
+    rows = zip(rollout.groups.tolist(), rollout.texts(task.tokenizer), rollout.rewards.tolist(), strict=True)
+    return [f"{problems[group].prompt} {text}   reward {reward:g}" for group, text, reward in rows]
 
 
 def evaluate(policy: GPT, task: Task, problems: Sequence[Problem], max_new_tokens: int, *, samples: int = 1) -> dict:

@@ -41,6 +41,12 @@ class GPTConfig:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)  # the dataclass is frozen
 
+        def at_least_one(*names: str) -> None:
+            for name in names:
+                if getattr(self, name) < 1:
+                    raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+        at_least_one("vocab_size", "width", "layers", "heads", "max_context")
         if self.head_width is None and self.width % self.heads:
             raise ValueError(
                 f"width {self.width} is not a multiple of {self.heads} heads: change one or give head_width"
@@ -48,9 +54,7 @@ class GPTConfig:
         default("kv_heads", self.heads)
         default("head_width", self.width // self.heads)
         default("ffn", 32 * math.ceil(self.width * 8 / 3 / 32))
-        for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_width", "ffn", "max_context"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        at_least_one("kv_heads", "head_width", "ffn")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
         if self.head_width % 2:
@@ -62,14 +66,18 @@ class KVCache:
 
     `lengths` (B,): tokens each row holds. Slots at or beyond a row's length may hold anything finite: no query sees
     them, and the next tokens overwrite them.
+
+    Training reads through it too: a prompt once, `select` to repeat it for each of its responses, then the responses.
+    Gradients pass, since the writing in place falls on the fresh copy that `select` makes.
     """
 
     def __init__(self, config: GPTConfig, rows: int, capacity: int, like: Tensor):
-        if capacity > config.max_context:
-            raise ValueError(f"a cache of {capacity} tokens exceeds the context of {config.max_context}")
-        shape = (config.layers, rows, config.kv_heads, capacity, config.head_width)  # zeros: 0 * garbage could be NaN
-        self.keys = list(torch.zeros(shape, dtype=like.dtype, device=like.device))
-        self.values = list(torch.zeros(shape, dtype=like.dtype, device=like.device))
+        def zeros() -> list[Tensor]:  # not empty: 0 * garbage could be NaN
+            shape = (rows, config.kv_heads, capacity, config.head_width)
+            dtype = attention_dtype(like)
+            return [torch.zeros(shape, dtype=dtype, device=like.device) for _ in range(config.layers)]
+
+        self.keys, self.values = zeros(), zeros()
         self.lengths = torch.zeros(rows, dtype=torch.long, device=like.device)
         self.capacity = capacity
 
@@ -110,10 +118,29 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+def attention_dtype(weight: Tensor) -> torch.dtype:
+    """Of queries, keys, values and the cache: on a CPU attention is slower in bfloat16 than in float32."""
+    return weight.dtype if weight.is_cuda else torch.promote_types(weight.dtype, torch.float32)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (x_i, x_{i + C/2}) by its angle. x (B, H, T, C); cos, sin (B or 1, 1, T, C/2)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    """Softmax attention: q (B, H, T, C), k and v (B, K, L, C) -> (B, H, T, C). Each K serves H / K heads."""
+    B, H, T, C = q.shape
+    K = k.shape[1]
+    if T > 1 or q.is_cuda:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=K != H)
+    # One query a row on a CPU: two small products, four times as fast as the blockwise algorithm.
+    q = q.view(B, K, H // K, C) / math.sqrt(C)
+    scores = q @ k.transpose(-1, -2)  # (B, K, H / K, L)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    return (scores.softmax(-1) @ v).view(B, H, T, C)
 
 
 class Attention(nn.Module):
@@ -135,14 +162,12 @@ class Attention(nn.Module):
         q = self.query_norm(self.query(x).view(B, T, c.heads, c.head_width)).transpose(1, 2)  # (B, H, T, C)
         k = self.key_norm(self.key(x).view(B, T, c.kv_heads, c.head_width)).transpose(1, 2)  # (B, K, T, C)
         v = self.value(x).view(B, T, c.kv_heads, c.head_width).transpose(1, 2)  # (B, K, T, C)
-        q, k = rotate(q, place.cos, place.sin), rotate(k, place.cos, place.sin)
+        q, k = rotate(q.to(place.cos.dtype), place.cos, place.sin), rotate(k.to(place.cos.dtype), place.cos, place.sin)
+        v = v.to(place.cos.dtype)
         if place.cache is not None:
             k, v = place.cache.append(layer, k, v, place)  # (B, K, L, C)
-        grouped = c.heads != c.kv_heads
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=place.visible, is_causal=place.visible is None, enable_gqa=grouped
-        )
-        return self.out(y.transpose(1, 2).reshape(B, T, -1))
+        y = attend(q, k, v, place.visible)  # (B, H, T, C)
+        return self.out(y.transpose(1, 2).reshape(B, T, -1).to(x.dtype))
 
 
 class SwiGLU(nn.Module):
@@ -178,10 +203,6 @@ class GPT(nn.Module):
         self.norm = RMSNorm(config.width, config.norm_eps)
         if not config.tied:
             self.head_weight = nn.Parameter(torch.empty(config.vocab_size, config.width))
-        frequencies = config.rope_theta ** -(torch.arange(0, config.head_width, 2).double() / config.head_width)
-        angles = torch.outer(torch.arange(config.max_context).double(), frequencies)  # (max_context, C/2)
-        self.register_buffer("cos", angles.cos().float(), persistent=False)
-        self.register_buffer("sin", angles.sin().float(), persistent=False)
         self.initialise()
 
     @property
@@ -200,16 +221,21 @@ class GPT(nn.Module):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02)
 
     def place(self, T: int, cache: KVCache | None) -> Place:
-        positions = torch.arange(T, device=self.cos.device)[None]  # (1, T)
-        end, limit, visible = T, self.config.max_context, None
+        c, device = self.config, self.head.device
+        positions = torch.arange(T, device=device)[None]  # (1, T)
+        end, limit, visible = T, c.max_context, None
         if cache is not None:
             positions = cache.lengths[:, None] + positions  # (B, T)
             end, limit = int(positions.max()) + 1, cache.capacity
         if end > limit:
             raise ValueError(f"{end} tokens do not fit: at most {limit} (the model's context, or the cache's capacity)")
         if cache is not None:
-            visible = (torch.arange(end, device=positions.device) <= positions[..., None])[:, None]  # (B, 1, T, L)
-        return Place(positions, self.cos[positions][:, None], self.sin[positions][:, None], visible, cache)
+            visible = (torch.arange(end, device=device) <= positions[..., None])[:, None]  # (B, 1, T, L)
+        # In float64, then rounded once: at position 10,000 a float32 angle is off by a thousandth.
+        frequencies = c.rope_theta ** -(torch.arange(0, c.head_width, 2, device=device).double() / c.head_width)
+        angles = positions[:, None, :, None] * frequencies  # (B or 1, 1, T, C/2)
+        dtype = attention_dtype(self.head)
+        return Place(positions, angles.cos().to(dtype), angles.sin().to(dtype), visible, cache)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None, lengths: Tensor | None = None) -> Tensor:
         """tokens (B, T), padded on the right with any id -> hidden states (B, T, D).

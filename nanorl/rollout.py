@@ -92,14 +92,16 @@ class Rollout:
     def split(self, size: int | None) -> Iterator[Rollout]:
         """Micro-batches of at most `size` rows (None: all rows at once), rows of similar length together: less padding
         to compute."""
-        size = len(self) if size is None else size
+        size = max(1, len(self)) if size is None else size
+        if size < 1:
+            raise ValueError(f"a micro-batch holds at least 1 row, not {size}")
         total = [len(prompt) + n for prompt, n in zip(self.prompts, self.lengths.tolist(), strict=True)]
         order = sorted(range(len(self)), key=lambda row: total[row])
         for start in range(0, len(self), size):
             yield self.select(order[start : start + size])
 
     def texts(self, tokenizer: Tokenizer) -> list[str]:
-        """What each response says, up to its stop token and without it."""
+        """What each response says, up to its first <eos> and without it; stop strings stay."""
         rows = [row[:n].tolist() for row, n in zip(self.tokens, self.lengths.tolist(), strict=True)]
         return [
             tokenizer.decode(row[: row.index(tokenizer.eos_id)] if tokenizer.eos_id in row else row) for row in rows
@@ -113,3 +115,11 @@ def response_mask(tokens: Tensor, stop_ids: Sequence[int]) -> Tensor:
     """
     stops = torch.isin(tokens, torch.tensor(list(stop_ids), dtype=tokens.dtype, device=tokens.device)).long()
     return stops.cumsum(1) - stops == 0
+
+
+def pad(sequences: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ragged ids -> (rows, longest) padded on the right, and their lengths (rows,)."""
+    lengths = [len(sequence) for sequence in sequences]
+    longest = max(lengths)
+    padded = [sequence + [0] * (longest - len(sequence)) for sequence in sequences]
+    return torch.tensor(padded, device=device), torch.tensor(lengths, device=device)

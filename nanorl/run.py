@@ -16,6 +16,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import signal
 import sys
 import time
@@ -32,6 +33,7 @@ from nanorl import __version__, checkpoint
 from nanorl.optimizers import Optimizers
 
 CHANGEABLE = {"out", "resume", "steps", "save_every", "eval_every", "device"}  # options a resumed run may give anew
+MAX_SEED = 2**63 - 1  # the generators take signed 64-bit integers
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 Config = TypeVar("Config")
 
@@ -119,6 +121,14 @@ def at_least(config, **minimum: float) -> None:
             raise RunError(f"{flag(name)} must be at least {least}, not {value}")
 
 
+def at_most(config, **maximum: float) -> None:
+    """Each named option, where given, is not above its maximum."""
+    for name, most in maximum.items():
+        value = getattr(config, name)
+        if value is not None and value > most:
+            raise RunError(f"{flag(name)} must be at most {most}, not {value}")
+
+
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -182,8 +192,11 @@ class Run:
     def open_folder(self) -> Path:
         config = self.config
         if config.resume:
-            return Path(config.out)
-        if config.out is None:
+            out = Path(config.out)
+            done = checkpoint.steps_done(out / "checkpoint")
+            if done > config.steps:
+                raise RunError(f"{out} has done {done} steps already, more than --steps {config.steps}")
+        elif config.out is None:
             RUNS.mkdir(exist_ok=True)
             taken = [
                 int(n) for p in RUNS.glob(f"{config.name}-*") if (n := p.name.removeprefix(f"{config.name}-")).isdigit()
@@ -205,7 +218,7 @@ class Run:
             except OSError as error:
                 raise RunError(f"--out {out} cannot be made ({error.strerror})") from None
         versions = {"nanorl": __version__, "torch": torch.__version__, "python": platform.python_version()}
-        options = dataclasses.asdict(config) | {"out": str(out)}
+        options = dataclasses.asdict(config) | {"out": str(out), "resume": False}  # what --resume changed stays
         write_json(out / "config.json", {"options": options, "versions": versions, "command": sys.argv})
         return out
 
@@ -266,7 +279,8 @@ class Run:
 
     def stop_if_interrupted(self, where: str) -> None:
         if self.interrupted:
-            raise Interrupted(f"{where}. Continue with: python {sys.argv[0]} --out {self.out} --resume")
+            command = shlex.join(["python", sys.argv[0], "--out", str(self.out), "--resume"])
+            raise Interrupted(f"{where}. Continue with: {command}")
 
     def save(self, step: int) -> None:
         state = {
@@ -332,14 +346,15 @@ class Run:
             write_atomically(path, "".join(kept))
 
     def samples(self, step: int, lines: list[str], shown: int = 2) -> None:
-        """Append responses to samples.txt and show the first few."""
+        """Append responses to samples.txt and show a few, from different prompts."""
         with open(self.out / "samples.txt", "a") as file:
             file.write(f"--- after {step} steps\n" + "\n".join(lines) + "\n")
-        for line in lines[:shown]:
+        for line in lines[:: max(1, len(lines) // shown)][:shown]:
             self.say("    " + line)
 
     def say(self, text: str) -> None:
         tqdm.write(text)
+        sys.stdout.flush()  # into a pipe or a file as well
 
     def finish(self, **results: Any) -> dict:
         """summary.json: evaluations, seconds by phase, seed."""

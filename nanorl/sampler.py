@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nanorl.model import GPT, KVCache
-from nanorl.rollout import Rollout
+from nanorl.rollout import Rollout, pad
 from nanorl.tokenizer import Tokenizer
 
 # Rows that have finished are dropped once they are this share of the batch: copying the cache costs about as much as
@@ -81,15 +81,14 @@ class Sampler:
             for t in range(T):
                 hidden = decoder.hidden()  # (rows, D)
                 logits = (hidden @ self.model.head.T).to(logprobs.dtype)  # (rows, V)
-                chosen, logprob = choose(logits, uniforms[rows, t], temperature, top_k, top_p, greedy)
-                writing = rows[open_]
-                tokens[writing, t] = chosen[open_]
-                logprobs[writing, t] = logprob[open_]
-                lengths[writing] = t + 1
-                stop = torch.isin(chosen, stops)
+                chosen, logprob = choose(logits, uniforms[:, t][rows], temperature, top_k, top_p, greedy)
+                stop = torch.isin(chosen, stops) & open_
                 if texts is not None:
                     stop |= texts.completed(rows, chosen, open_)
-                stopped[writing] = stop[open_]
+                tokens[:, t].index_copy_(0, rows, chosen * open_)
+                logprobs[:, t].index_copy_(0, rows, logprob.where(open_, 0.0))
+                lengths.index_add_(0, rows, open_.long())
+                stopped.index_copy_(0, rows, stopped[rows] | stop)
                 open_ = open_ & ~stop & (limits[rows] > t + 1)
                 still = int(open_.sum())
                 if not still:
@@ -140,6 +139,8 @@ class Sampler:
             raise ValueError(f"top_p must lie in (0, 1], not {top_p}")
         if stop_strings and self.tokenizer is None:
             raise ValueError("stop_strings need a tokenizer: Sampler(model, tokenizer)")
+        if isinstance(stop_strings, str):
+            raise ValueError(f"stop_strings is a list of strings, not one: [{stop_strings!r}]")
         if not all(stop_strings):
             raise ValueError("an empty stop string would stop every response at once")
 
@@ -169,7 +170,7 @@ def truncate(logprobs: Tensor, top_k: int | None, top_p: float | None) -> Tensor
     if top_k is not None:
         ordered[:, top_k:] = -torch.inf
     if top_p is not None:
-        probs = ordered.softmax(-1)
+        probs = ordered.double().softmax(-1)  # sums over a large vocabulary lose too much in float32
         ordered[probs.cumsum(-1) - probs >= top_p] = -torch.inf  # reached before this token
     return torch.empty_like(ordered).scatter_(1, order, ordered)
 
@@ -255,15 +256,9 @@ class CachedDecoder:
     def append(self, tokens: Tensor, open_: Tensor) -> None:
         """Each row's new token (rows,); rows that are not open do not grow."""
         self.tokens, self.grow = tokens[:, None], open_.long()
+        # Nobody looks at the other rows again. Their next slot is the first: a full cache has no other for them.
+        self.cache.lengths = self.cache.lengths * self.grow
 
     def keep(self, rows: Tensor) -> None:
         self.cache.select(rows)
         self.tokens, self.grow = self.tokens[rows], self.grow[rows]
-
-
-def pad(sequences: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ragged ids -> (rows, longest) padded on the right, and their lengths (rows,)."""
-    lengths = [len(sequence) for sequence in sequences]
-    longest = max(lengths)
-    padded = [sequence + [0] * (longest - len(sequence)) for sequence in sequences]
-    return torch.tensor(padded, device=device), torch.tensor(lengths, device=device)

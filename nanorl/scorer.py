@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kernels import linear_logprob
-from nanorl.model import GPT
-from nanorl.rollout import Rollout
+from nanorl.model import GPT, KVCache
+from nanorl.rollout import Rollout, pad
 
 IGNORE = -100
 
@@ -24,15 +24,28 @@ def score(model: GPT, rollout: Rollout) -> tuple[Tensor, Tensor]:
             "distribution, so it cannot be trained on: sample without them"
         )
     B, T = rollout.tokens.shape
-    device = rollout.tokens.device
-    responses = [row[:n] for row, n in zip(rollout.tokens.tolist(), rollout.lengths.tolist(), strict=True)]
-    sequences = [prompt + response for prompt, response in zip(rollout.prompts, responses, strict=True)]
-    longest = max(map(len, sequences), default=0)
-    hidden = model(torch.tensor([row + [0] * (longest - len(row)) for row in sequences], device=device))  # (B, L, D)
-    # Response token t stands at index P + t; the hidden state one before it predicts it.
-    starts = torch.tensor([len(prompt) for prompt in rollout.prompts], device=device)  # (B,)
-    predictors = (starts[:, None] - 1 + torch.arange(T, device=device)).clamp(max=longest - 1)  # (B, T)
-    hidden = hidden[torch.arange(B, device=device)[:, None], predictors]  # (B, T, D)
+    context = model.config.max_context
+    longest = max((len(p) + n for p, n in zip(rollout.prompts, rollout.lengths.tolist(), strict=True)), default=0)
+    if longest > context:
+        raise ValueError(f"a prompt with its response has {longest} tokens, the model's context holds {context}")
+    if not B * T:
+        return (rollout.tokens * model.head.sum(),) * 2  # nothing to score, yet part of the graph
+    # Responses to one prompt share the reading of it.
+    distinct = {tuple(prompt): None for prompt in rollout.prompts}
+    number = {prompt: i for i, prompt in enumerate(distinct)}
+    prompt_of = torch.tensor(
+        [number[tuple(prompt)] for prompt in rollout.prompts], device=rollout.tokens.device
+    )  # (B,)
+    prompts, lengths = pad([list(prompt) for prompt in distinct], rollout.tokens.device)
+    cache = KVCache(model.config, len(prompts), prompts.shape[1] + T, like=model.head)
+    hidden = model(prompts, cache, lengths)  # (distinct prompts, P, D)
+    hidden = hidden[torch.arange(len(lengths), device=hidden.device), lengths - 1][prompt_of]  # (B, D)
+    cache.select(prompt_of)
+    # The prompt's last token predicts the first of the response, each token of the response the one behind it.
+    hidden = hidden[:, None]  # (B, 1, D)
+    if T > 1:
+        inside = torch.arange(T, device=hidden.device) < rollout.lengths[:, None]
+        hidden = torch.cat([hidden, model(rollout.tokens.where(inside, 0)[:, :-1], cache)], dim=1)  # (B, T, D)
     targets = rollout.tokens.masked_fill(~rollout.mask, IGNORE)
     logprobs, entropy = linear_logprob(
         hidden.flatten(0, 1), model.head, targets.flatten(), temperature=rollout.temperature, ignore_index=IGNORE

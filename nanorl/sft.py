@@ -79,6 +79,7 @@ def cached_warm_start(policy: GPT, task: Task, folder: Path, *, steps: int, seed
     code += [sys.modules[type(task).__module__]]
     weight = policy.head
     settings = {"steps": steps, "seed": seed, "model": asdict(policy.config), "task": type(task).__name__}
+    settings |= {name: value for name, value in options.items() if name != "report"}
     settings |= {"dtype": str(weight.dtype), "device": weight.device.type, "torch": torch.__version__}
     described = json.dumps(settings, sort_keys=True) + "".join(inspect.getsource(module) for module in code)
     path = folder / f"{hashlib.sha256(described.encode()).hexdigest()[:16]}.safetensors"

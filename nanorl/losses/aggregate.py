@@ -12,6 +12,8 @@ from torch import Tensor
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
     """(B, T), 0 where mask is 0: chosen, not multiplied, since NaN * 0 is NaN."""
+    if mask.shape != values.shape:
+        raise ValueError(f"expected a mask {tuple(values.shape)} like the values, got {tuple(mask.shape)}")
     return torch.where(mask.bool(), values, 0.0)
 
 

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanorl.kl import kl_estimate
-from nanorl.losses.aggregate import masked, sequence_mean, token_mean
-from nanorl.losses.surrogate import check_inputs, clipped_surrogate, log_ratio, ratio_metrics
+from nanorl.losses.aggregate import sequence_mean
+from nanorl.losses.surrogate import check_inputs, clipped_surrogate, kl_penalty, log_ratio, ratio_metrics
 
 
 def grpo_loss(
@@ -39,14 +38,9 @@ def grpo_loss(
     part of it (None: those of this one). Returns the scalar loss, in the dtype of the inputs and with a gradient to
     `logprobs` alone, and detached metrics: masked means over tokens.
     """
-    advantages = check_inputs(logprobs, old_logprobs, advantages, mask)
+    advantages = check_inputs(logprobs, old_logprobs, advantages, mask, ref_logprobs)
     log_r = log_ratio(logprobs, old_logprobs, mask)  # (B, T)
     per_token = clipped_surrogate(log_r.exp(), advantages, clip_low, clip_high, dual_clip)  # (B, T)
-    metrics = ratio_metrics(log_r.detach(), advantages, mask, clip_low, clip_high)
-    if ref_logprobs is not None:
-        kl = kl_estimate(masked(logprobs, mask), masked(ref_logprobs, mask), "k3")  # (B, T)
-        per_token = per_token + beta * kl
-        metrics["kl_ref"] = token_mean(kl.detach(), mask)
-    elif beta:
-        raise ValueError(f"beta = {beta} needs ref_logprobs, the log-probs under the reference policy")
-    return sequence_mean(per_token, mask, denominator), metrics
+    kl, kl_metrics = kl_penalty(logprobs, ref_logprobs, beta, mask)
+    metrics = ratio_metrics(log_r.detach(), advantages, mask, clip_low, clip_high) | kl_metrics
+    return sequence_mean(per_token + kl, mask, denominator), metrics

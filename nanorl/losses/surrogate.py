@@ -8,12 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanorl.kl import clamp_log_ratio, k3
+from nanorl.kl import clamp_log_ratio, k3, kl_estimate
 from nanorl.losses.aggregate import masked, token_mean
 
 
-def check_inputs(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """Shapes of the loss contract; returns advantages that broadcast over tokens, (B, 1) or (B, T)."""
+def check_inputs(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, ref_logprobs: Tensor | None = None
+) -> Tensor:
+    """Shapes of the loss contract; returns advantages that broadcast over tokens, (B, 1) or (B, T), detached."""
     if logprobs.dim() != 2 or old_logprobs.shape != logprobs.shape or mask.shape != logprobs.shape:
         raise ValueError(
             "expected logprobs, old_logprobs and mask of one shape (B, T), got "
@@ -23,6 +25,9 @@ def check_inputs(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mas
         raise ValueError(
             f"expected advantages (B,) or (B, T) beside logprobs {tuple(logprobs.shape)}, got {tuple(advantages.shape)}"
         )
+    if ref_logprobs is not None and ref_logprobs.shape != logprobs.shape:
+        raise ValueError(f"expected ref_logprobs (B, T) = {tuple(logprobs.shape)}, got {tuple(ref_logprobs.shape)}")
+    advantages = advantages.detach()
     return advantages[:, None] if advantages.dim() == 1 else advantages
 
 
@@ -46,6 +51,21 @@ def clipped_surrogate(
     return loss
 
 
+def kl_penalty(
+    logprobs: Tensor, ref_logprobs: Tensor | None, beta: float, mask: Tensor
+) -> tuple[Tensor | float, dict[str, Tensor]]:
+    """beta times the k3 estimate of KL(policy || reference) a token, to be added to a per-token loss, and its metric.
+
+    Without a reference 0 and no metric; a beta that is not 0 then is an error.
+    """
+    if ref_logprobs is None:
+        if beta:
+            raise ValueError(f"beta = {beta} needs ref_logprobs, the log-probs under the reference policy")
+        return 0.0, {}
+    kl = kl_estimate(masked(logprobs, mask), masked(ref_logprobs, mask), "k3")  # (B, T)
+    return beta * kl, {"kl_ref": token_mean(kl.detach(), mask)}
+
+
 @torch.no_grad()
 def ratio_metrics(
     log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
@@ -58,6 +78,6 @@ def ratio_metrics(
         "clip_fraction_low": low.to(ratio.dtype),
         "clip_fraction_high": high.to(ratio.dtype),
         "ratio": ratio,
-        "kl_old": k3(-log_ratio),  # KL(old || policy), the tokens being the old policy's
+        "kl_old": k3(log_ratio),  # KL(old || policy), the tokens being the old policy's
     }
     return {name: token_mean(values, mask) for name, values in per_token.items()}

@@ -1,0 +1,62 @@
+"""Models that several test files share."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanorl.model import GPT, GPTConfig, KVCache
+
+
+@pytest.fixture
+def tiny_gpt():
+    """Builds a small GPT whose weights are large enough for predictions far from uniform: fresh ones have std 0.02."""
+
+    def build(seed: int = 0, *, dtype: torch.dtype = torch.float32, std: float = 0.2, **config) -> GPT:
+        shape = {"vocab_size": 20, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "max_context": 96} | config
+        model = GPT(GPTConfig(**shape)).to(dtype)
+        generator = torch.Generator().manual_seed(seed)
+        for name, weight in model.named_parameters():
+            norm = name.endswith("norm.weight")
+            nn.init.normal_(weight, mean=float(norm), std=std, generator=generator)
+        return model
+
+    return build
+
+
+class TableModel(nn.Module):
+    """Stands in for a GPT where a test needs to know every probability: logits are looked up in a table.
+
+    `table` (rows, V): the row of the last token's position, or with `by_token` of the last token itself, holds the
+    logits of the next one.
+    """
+
+    def __init__(self, table: Tensor, *, by_token: bool = False, max_context: int = 64):
+        super().__init__()
+        vocab_size = table.shape[1]
+        self.config = GPTConfig(vocab_size, width=2, layers=1, heads=1, max_context=max_context)
+        self.table, self.by_token = table, by_token
+        self.head = torch.eye(vocab_size, dtype=table.dtype)
+
+    def forward(self, tokens: Tensor, cache: KVCache | None = None, lengths: Tensor | None = None) -> Tensor:
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        if cache is not None:
+            positions = positions + cache.lengths[:, None]
+            cache.lengths = cache.lengths + (tokens.shape[1] if lengths is None else lengths)
+        return self.table[tokens if self.by_token else positions]
+
+
+@pytest.fixture
+def table_model():
+    return TableModel
+
+
+@pytest.fixture
+def scripted_model():
+    """Builds a TableModel that says the same in every row: `script[p]` is the token it puts behind position p."""
+
+    def build(script: list[int], vocab_size: int, **options) -> TableModel:
+        table = torch.full((len(script), vocab_size), -1e9)  # probability 0 in float32, without infinities
+        table[torch.arange(len(script)), torch.tensor(script)] = 0.0
+        return TableModel(table, max_context=len(script), **options)
+
+    return build
