@@ -23,7 +23,18 @@ from nanorl.losses.aggregate import token_count
 from nanorl.model import GPT, GPTConfig, frozen_copy
 from nanorl.optimizers import Optimizers, decayed
 from nanorl.plots import draw_curves
-from nanorl.run import DTYPES, MAX_SEED, Run, at_least, at_most, checking_options, choose, choose_device, command_line
+from nanorl.run import (
+    DTYPES,
+    MAX_SEED,
+    Run,
+    at_least,
+    at_most,
+    checking_options,
+    choose,
+    choose_device,
+    command_line,
+    seed_generators,
+)
 from nanorl.sampler import Sampler
 from nanorl.scorer import score
 from nanorl.sft import cached_warm_start
@@ -99,7 +110,7 @@ def main(config: Config) -> dict:
     at_least(config, eval_every=1, eval_problems=1, save_every=1)
     at_most(config, seed=MAX_SEED, clip_low=1)
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
-    torch.manual_seed(config.seed)
+    seed_generators(config.seed)
     with checking_options():
         shape = GPTConfig(
             vocab_size=task.tokenizer.vocab_size,

@@ -16,6 +16,8 @@ import json
 import math
 import os
 import platform
+import random
+import re
 import shlex
 import signal
 import sys
@@ -24,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import tyro
 from torch import Tensor, nn
@@ -33,7 +36,7 @@ from nanorl import __version__, checkpoint
 from nanorl.optimizers import Optimizers
 
 CHANGEABLE = {"out", "resume", "steps", "save_every", "eval_every", "device"}  # options a resumed run may give anew
-MAX_SEED = 2**63 - 1  # the generators take signed 64-bit integers
+MAX_SEED = 2**63 - 1  # the sampler and torch take signed 64-bit integers
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 Config = TypeVar("Config")
 
@@ -79,6 +82,9 @@ def command_line(config_class: type[Config], description: str | None, main, argv
     except Interrupted as interrupted:
         print(interrupted, file=sys.stderr)
         sys.exit(130)  # the shell's status for Ctrl-C
+    except KeyboardInterrupt:
+        print("stopped at once; --resume goes on from the last checkpoint", file=sys.stderr)
+        sys.exit(130)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
@@ -154,6 +160,13 @@ def choose_device(name: str) -> torch.device:
             f"--device {name} cannot be used here ({str(error).splitlines()[0]}): try --device cpu"
         ) from None
     return device
+
+
+def seed_generators(seed: int) -> None:
+    """Python's, NumPy's and torch's: torch's makes the weights, a reward may use any of them."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # all it takes
+    torch.manual_seed(seed)
 
 
 RUNS = Path("runs")
@@ -336,6 +349,10 @@ class Run:
 
     def keep_lines_before(self, step: int) -> None:
         """Drop what was logged after the checkpoint that is being resumed; the steps will be taken again."""
+        path = self.out / "samples.txt"
+        if path.exists():
+            blocks = re.split(r"(?m)^(?=--- after \d+ steps$)", path.read_text())
+            write_atomically(path, "".join(block for block in blocks if block and int(block.split()[2]) < step))
         path = self.out / "metrics.jsonl"
         if path.exists():
             kept = []

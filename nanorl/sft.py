@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 import kernels.linear
 from nanorl import losses, model, optimizers, rollout, scorer, tokenizer
@@ -81,8 +81,11 @@ def cached_warm_start(policy: GPT, task: Task, folder: Path, *, steps: int, seed
     settings = {"steps": steps, "seed": seed, "model": asdict(policy.config), "task": type(task).__name__}
     settings |= {name: value for name, value in options.items() if name != "report"}
     settings |= {"dtype": str(weight.dtype), "device": weight.device.type, "torch": torch.__version__}
-    described = json.dumps(settings, sort_keys=True) + "".join(inspect.getsource(module) for module in code)
-    path = folder / f"{hashlib.sha256(described.encode()).hexdigest()[:16]}.safetensors"
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for module in code:
+        digest.update(inspect.getsource(module).encode())
+    digest.update(save(policy.state_dict()))  # the weights it starts from
+    path = folder / f"{digest.hexdigest()[:16]}.safetensors"
     if path.exists():
         policy.load_state_dict(load_file(path))
         return True

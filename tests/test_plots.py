@@ -27,6 +27,7 @@ def line(step: int, **changes) -> dict:
 
 def write_run(out, lines: list[dict], summary: dict | None = None):
     (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (out / "config.json").write_text(json.dumps({"command": ["/where/it/lies/train_grpo.py", "--seed", "3"]}))
     if summary:
         (out / "summary.json").write_text(json.dumps(summary))
     return out
@@ -46,6 +47,7 @@ def drawn(monkeypatch):
         for axes in figure.axes:
             lines = {curve.get_label(): tuple(map(list, curve.get_data(orig=False))) for curve in axes.get_lines()}
             panels[axes.get_ylabel()] = lines
+        assert figure.get_supxlabel() == "Drawn by: python train_grpo.py --seed 3"
         return panels, figure.get_suptitle()
 
     yield draw
