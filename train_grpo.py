@@ -21,7 +21,7 @@ from nanorl.batch_metrics import TokenMeans, rollout_metrics, token_metrics
 from nanorl.evaluation import describe_evaluation, evaluate, grade, sample_lines
 from nanorl.losses.aggregate import token_count
 from nanorl.model import GPT, GPTConfig, frozen_copy
-from nanorl.optimizers import Optimizers, decayed
+from nanorl.optimizers import Optimizers, schedule
 from nanorl.plots import draw_curves
 from nanorl.run import (
     DTYPES,
@@ -40,7 +40,7 @@ from nanorl.scorer import score
 from nanorl.sft import cached_warm_start
 from nanorl.tasks import TASKS
 
-DECAY_SHARE = 0.4  # of the steps: the learning rate falls to zero
+DECAY = 0.4  # the share of the steps in which the learning rate falls to zero
 FINAL_SAMPLES = 4  # a problem, in the evaluations before and after, for pass@k
 
 
@@ -84,7 +84,7 @@ class Config:
     """Of the transformer."""
     heads: int = 4
     """Of the transformer's attention."""
-    warm_start_steps: int = 340
+    warm_start_steps: int = 360
     """Supervised steps on demonstrations before the first update; kept beside the run for the next one."""
     eval_every: int = 20
     """Steps between evaluations on held-out problems."""
@@ -190,7 +190,7 @@ def main(config: Config) -> dict:
                     loss += part_loss.detach()
                     means.add(metrics | token_metrics(logprobs, entropy, part), token_count(part.mask))
                 grad_norm = optimizers.clip_gradients()
-                rate = decayed(step, config.steps, DECAY_SHARE)
+                rate = schedule(step, config.steps, decay=DECAY)
                 if run.guard.finite(loss, grad_norm):
                     optimizers.step(rate)
 

@@ -51,6 +51,7 @@ class Optimizers:
             part.load_state_dict(state)
 
 
-def decayed(step: int, steps: int, share: float) -> float:
-    """Schedule: 1, then linearly down to (almost) 0 over the last `share` of the steps; step counts from 0."""
-    return min(1.0, (steps - step) / max(1.0, share * steps))
+def schedule(step: int, steps: int, *, decay: float, warmup: int = 0) -> float:
+    """Share of the learning rate at `step`, counted from 0: linearly up over `warmup` steps, then 1, then linearly down
+    to (almost) 0 over the last `decay` (a share) of the steps."""
+    return min(1.0, (step + 1) / max(1, warmup), (steps - step) / max(1.0, decay * steps))

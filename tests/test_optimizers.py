@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanorl.model import GPT, GPTConfig
-from nanorl.optimizers import Optimizers, decayed
+from nanorl.optimizers import Optimizers, schedule
 
 
 def small_model(**config) -> GPT:
@@ -169,14 +169,19 @@ def test_zero_grad_forgets_all_gradients():
 
 
 def test_the_rate_is_constant_and_then_falls_linearly_over_the_last_steps():
-    assert [decayed(step, 10, 0.4) for step in range(10)] == [1, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
-    assert [decayed(step, 4, 1.0) for step in range(4)] == [1, 0.75, 0.5, 0.25]
+    assert [schedule(step, 10, decay=0.4) for step in range(10)] == [1, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
+    assert [schedule(step, 4, decay=1.0) for step in range(4)] == [1, 0.75, 0.5, 0.25]
+
+
+def test_the_learning_rate_rises_over_the_warmup_before_it_falls():
+    assert [schedule(step, 8, decay=0.5, warmup=4) for step in range(8)] == [0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25]
+    assert [schedule(step, 4, decay=1.0, warmup=4) for step in range(4)] == [0.25, 0.5, 0.5, 0.25]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 7, 100])
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.4, 1.0])
 def test_the_rate_never_rises_and_never_reaches_zero(steps, share):
-    rates = [decayed(step, steps, share) for step in range(steps)]
+    rates = [schedule(step, steps, decay=share) for step in range(steps)]
     assert rates[0] <= 1 and all(a >= b for a, b in itertools.pairwise(rates)) and rates[-1] > 0
     if share == 0:
         assert set(rates) == {1.0}
