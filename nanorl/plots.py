@@ -30,7 +30,7 @@ def evaluations(out: Path, metrics: list[dict]) -> list[tuple[int, dict]]:
 
 
 def draw_accuracy(axes, steps: list[int], metrics: list[dict], points: list[tuple[int, dict]]) -> None:
-    axes.plot(steps, [line["reward"] for line in metrics], color=TRAINING, lw=1, label="training batch")
+    axes.plot(steps, [line["reward"] for line in metrics], color=TRAINING, lw=1, label="mean reward, training batch")
     for name, color, label in (
         ("accuracy", SAMPLED, "held out, T = 1"),
         ("accuracy_greedy", GREEDY, "held out, greedy"),

@@ -67,7 +67,7 @@ SUMMARY = {"steps": 3, "eval_after": evaluation(0.9, 20)}
 def test_a_finished_run_shows_every_step_and_every_evaluation(drawn, tmp_path):
     panels, title = drawn(write_run(tmp_path, FINISHED, SUMMARY))
     accuracy = panels["accuracy (95 % interval)"]
-    assert accuracy["training batch"] == ([0, 1, 2], [0.0, 0.1, 0.2])
+    assert accuracy["mean reward, training batch"] == ([0, 1, 2], [0.0, 0.1, 0.2])
     assert accuracy["held out, T = 1"] == ([0, 2, 3], [0.3, 0.6, 0.9])  # the last one after the last update
     assert accuracy["held out, greedy"] == ([0, 2, 3], [0.15, 0.3, 0.45])
     ((x, y),) = panels["mean response length (tokens)"].values()
