@@ -1,6 +1,6 @@
 """GRPO and its relatives on a task with verifiable rewards, from a warm start to a model that has learned to reason.
 
-    python train_grpo.py                      chain arithmetic, about a minute on two cores
+    python train_grpo.py                      chain arithmetic, about a minute on one core
     python train_grpo.py --help               every option
 
 Sample a group of responses to each prompt, reward them, call a response's z-score in its group its advantage, and make
