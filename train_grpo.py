@@ -187,9 +187,7 @@ def main(config: Config) -> dict:
                         logprobs, entropy = score(policy, part)  # (b, T), (b, T)
                         if epoch == 0:
                             before.add(token_metrics(logprobs, entropy, part), token_count(part.mask))
-                            if (
-                                config.epochs > 1
-                            ):  # from now on sampler and scorer are told apart: compare like with like
+                            if config.epochs > 1:  # the ratio then compares log-probs of one and the same computation
                                 part.old_logprobs = logprobs.detach()
                             if reference is not None:
                                 with torch.no_grad():
