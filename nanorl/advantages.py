@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -41,11 +42,12 @@ def group_advantages(
         raise ValueError(
             f"reward of row {broken[0]} is {rewards[broken[0]].item()}: mend it, or leave it out with `valid`"
         )
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps must be a finite number of at least 0, not {eps}")
     _, group = groups.unique(return_inverse=True)  # (B,) numbers from 0
     count = int(group.max()) + 1 if len(group) else 0
-    rewards = torch.where(valid, rewards, 0.0)
-    if not rewards.is_floating_point():
-        rewards = rewards.float()
+    dtype = torch.promote_types(rewards.dtype, torch.float32)
+    rewards = torch.where(valid, rewards.double(), 0.0)  # squares of large or tiny rewards must not leave the range
 
     def group_sum(values: Tensor) -> Tensor:  # (B,) -> (B,): the sum over the valid members of each row's group
         values = torch.where(valid, values, 0.0)
@@ -56,12 +58,12 @@ def group_advantages(
     spread = group_max(centred.abs(), group, count)
     centred = torch.where(spread <= EQUAL * group_max(rewards.abs(), group, count), 0.0, centred)
     if scale == "none":
-        return centred
+        return centred.to(dtype)
     if scale == "group":
         std = (group_sum(centred**2) / (size - ddof).clamp(min=1)).sqrt()
     else:
         std = rewards[valid].std(correction=ddof) if valid.sum() > ddof else rewards.new_zeros(())
-    return torch.where(centred == 0, 0.0, centred / (std + eps))
+    return torch.where(centred == 0, 0.0, centred / (std + eps)).to(dtype)
 
 
 def group_max(values: Tensor, group: Tensor, count: int) -> Tensor:

@@ -15,12 +15,15 @@ import os
 import random
 import shutil
 from pathlib import Path
+from pickle import UnpicklingError
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from nanorl.errors import RunError
 from nanorl.model import GPT, GPTConfig
 
 KEPT = 2  # checkpoints: the newest and the one before it
@@ -46,7 +49,7 @@ def save(folder: Path, step: int, models: dict[str, nn.Module], training: dict) 
         sync(path)
     os.rename(partial, final)
     sync(folder)
-    for old in sorted(folder.glob("step_*"), key=step_of)[:-KEPT]:
+    for old in complete(folder)[:-KEPT]:
         shutil.rmtree(old)
     return final
 
@@ -61,9 +64,14 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def complete(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, the newest last."""
+    return sorted((path for path in folder.glob("step_*") if path.name[5:].isdecimal()), key=step_of)
+
+
 def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint."""
-    return max(folder.glob("step_*"), key=step_of, default=None)
+    return max(complete(folder), key=step_of, default=None)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -77,16 +85,24 @@ def steps_done(folder: Path) -> int:
 
 
 def load(checkpoint: Path, models: dict[str, nn.Module]) -> dict:
-    """Fill `models` and return the training state that was saved beside them."""
+    """Fill `models` and return the training state that was saved beside them. Raises RunError if a file is damaged."""
+    try:
+        weights = {name: load_file(checkpoint / f"{name}.safetensors") for name in models}
+        training = torch.load(checkpoint / "training.pt", map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, UnpicklingError, SafetensorError) as error:
+        raise RunError(f"{checkpoint} is damaged ({error})") from None
     for name, model in models.items():
-        model.load_state_dict(load_file(checkpoint / f"{name}.safetensors"))
-    return torch.load(checkpoint / "training.pt", map_location="cpu", weights_only=True)
+        model.load_state_dict(weights[name])
+    return training
 
 
 def load_model(checkpoint: Path, name: str = "policy") -> GPT:
     """A model of a checkpoint by itself, to be used."""
-    model = GPT(GPTConfig(**json.loads((checkpoint / f"{name}.json").read_text())))
-    weights = load_file(checkpoint / f"{name}.safetensors")
+    try:
+        model = GPT(GPTConfig(**json.loads((checkpoint / f"{name}.json").read_text())))
+        weights = load_file(checkpoint / f"{name}.safetensors")
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise RunError(f"{checkpoint} is damaged ({error})") from None
     model.to(next(iter(weights.values())).dtype).load_state_dict(weights)
     return model
 

@@ -21,8 +21,11 @@ LOG_RATIO_BOUND = 20.0  # exp(20) = 5e8: far outside any trust region, far insid
 
 
 def clamp_log_ratio(x: Tensor) -> Tensor:
-    """Bounded to +-20, with zero gradient beyond, so that exp never overflows and backward never meets inf * 0."""
-    return x.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    """Bounded to +-20, with zero gradient beyond, so that exp never overflows and backward never meets inf * 0.
+
+    An infinite x comes from a broken log-prob; it becomes NaN (inf * 0), to be reported rather than hidden.
+    """
+    return x.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND) + 0 * x
 
 
 def k3(d: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def command_line(config_class: type[Config], description: str | None, main, argv
     except KeyboardInterrupt:
         print("stopped at once; --resume goes on from the last checkpoint", file=sys.stderr)
         sys.exit(130)
-    except RunError as error:
+    except (RunError, OSError) as error:  # of the second kind: a full disk, a folder that may not be written
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
 
@@ -52,12 +52,17 @@ def command_line(config_class: type[Config], description: str | None, main, argv
 def parse(config_class: type[Config], description: str | None, argv: list[str]) -> Config:
     """Options as a `config_class`. With --resume, options not given are those the run was started with."""
     config = tyro.cli(config_class, args=argv, description=description)
+    if getattr(config, "out", None) == "":
+        raise RunError("--out is empty: name a folder, or leave it away")
     if not getattr(config, "resume", False):
         return config
     out = Path(config.out) if config.out else newest_run(config.name)
     if not (out / "config.json").exists():
         raise RunError(f"nothing to resume: {out} holds no run (no config.json)")
-    saved = json.loads((out / "config.json").read_text())["options"]
+    try:
+        saved = json.loads((out / "config.json").read_text())["options"]
+    except (ValueError, KeyError, TypeError):
+        raise RunError(f"{out / 'config.json'} is damaged: it holds the options the run was started with") from None
     known = {field.name for field in dataclasses.fields(config_class)}
     started = config_class(**{k: v for k, v in saved.items() if k in known} | {"out": str(out), "resume": True})
     config = tyro.cli(config_class, args=argv, description=description, default=started)
@@ -140,7 +145,7 @@ def seed_generators(seed: int) -> None:
 def numbered_runs(name: str) -> dict[int, Path]:
     """The folders runs/NAME-N by their N."""
     numbers = {path: path.name.removeprefix(f"{name}-") for path in RUNS.glob(f"{name}-*")}
-    return {int(number): path for path, number in numbers.items() if number.isdigit()}
+    return {int(number): path for path, number in numbers.items() if number.isdecimal()}
 
 
 def newest_run(name: str) -> Path:

@@ -12,11 +12,13 @@ import matplotlib
 matplotlib.use("Agg")  # no screen needed
 import matplotlib.pyplot as plt
 
+from nanorl.run import read_lines
+
 SAMPLED, GREEDY, TRAINING = "tab:blue", "tab:orange", "0.6"
 
 
 def read_metrics(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(out / "metrics.jsonl")
 
 
 def evaluations(out: Path, metrics: list[dict]) -> list[tuple[int, dict]]:
@@ -76,7 +78,8 @@ def draw_curves(out: Path) -> Path:
             f"mean length {first['mean_length']:.0f} -> {last['mean_length']:.0f} tokens"
         )
     command = json.loads((out / "config.json").read_text())["command"]
-    figure.supxlabel(f"Drawn by: python {shlex.join([Path(command[0]).name, *command[1:]])}", fontsize=8, color="0.4")
+    drawn_by = f"Drawn by: python {shlex.join([Path(command[0]).name, *command[1:]])}"
+    figure.supxlabel(drawn_by, fontsize=8, color="0.4", parse_math=False)
     figure.tight_layout()
     path = out / "curves.png"
     figure.savefig(path, dpi=120)

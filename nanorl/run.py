@@ -25,6 +25,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None
+
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -60,6 +65,7 @@ class Run:
         config = self.config
         if config.resume:
             out = Path(config.out)
+            self.lock(out)
             done = checkpoint.steps_done(out / "checkpoint")
             if done > config.steps:
                 raise RunError(f"{out} has done {done} steps already, more than --steps {config.steps}")
@@ -75,12 +81,13 @@ class Run:
                     number += 1
         else:
             out = Path(config.out)
-            if (out / "config.json").exists():
-                raise RunError(f"{out} already holds a run: continue it with --resume, or choose another --out")
             try:
                 out.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise RunError(f"--out {out} cannot be made ({error.strerror})") from None
+            self.lock(out)
+            if (out / "config.json").exists():
+                raise RunError(f"{out} already holds a run: continue it with --resume, or choose another --out")
         versions = {"nanorl": __version__, "torch": torch.__version__, "python": platform.python_version()}
         options = dataclasses.asdict(config) | {"out": str(out), "resume": False}  # what --resume changed stays
         about = {"options": options, "versions": versions, "command": sys.argv}
@@ -89,6 +96,16 @@ class Run:
             about = {**first, "options": options, "resumed": [*first.get("resumed", []), sys.argv]}
         write_json(out / "config.json", about)
         return out
+
+    def lock(self, out: Path) -> None:
+        """One process a folder; the lock goes with the process, however it ends."""
+        if fcntl is None:
+            return
+        self.locked = open(out / "lock", "w")
+        try:
+            fcntl.flock(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RunError(f"another process is using {out}: wait for it, or choose another --out") from None
 
     def __enter__(self) -> Run:
         def stop(number, frame):
@@ -107,22 +124,38 @@ class Run:
     def __exit__(self, *_) -> None:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
+        if fcntl is not None:
+            self.locked.close()
 
     # ---- the loop
 
     def track(self, optimizers: Optimizers, **models: nn.Module) -> None:
         """What a checkpoint holds. When resuming, fills all of it from the newest one."""
         self.models, self.optimizers = models, optimizers
-        newest = checkpoint.latest(self.out / "checkpoint")
-        if not self.resuming or newest is None:
+        if not self.resuming:
             return
-        state = checkpoint.load(newest, models)
+        state = self.newest_state()
+        if state is None:
+            self.keep_lines_before(0)
+            return
         optimizers.load_state_dict(state["optimizers"])
         checkpoint.set_random_state(state["random"])
         self.start, self.results, self.seconds = state["step"], state["results"], state["seconds"]
         self.keep_lines_before(self.start)
         (self.out / "summary.json").unlink(missing_ok=True)  # of an end that is no longer the end
         self.say(f"resumed at step {self.start}")
+
+    def newest_state(self) -> dict | None:
+        """Of the newest checkpoint that can be read, whose weights are then in the models."""
+        checkpoints = checkpoint.complete(self.out / "checkpoint")
+        for path in reversed(checkpoints):
+            try:
+                return checkpoint.load(path, self.models)
+            except RunError as error:
+                self.say(f"{error}: looking for an older one")
+        if checkpoints:
+            raise RunError(f"no checkpoint in {self.out} can be read: start a new run with another --out")
+        return None
 
     @property
     def has_checkpoint(self) -> bool:
@@ -208,12 +241,8 @@ class Run:
             write_atomically(path, "".join(block for block in blocks if block and int(block.split()[2]) < step))
         path = self.out / "metrics.jsonl"
         if path.exists():
-            kept = []
-            for line in path.read_text().splitlines(keepends=True):
-                with contextlib.suppress(json.JSONDecodeError):  # a last line cut off by a kill
-                    if line.endswith("\n") and json.loads(line)["step"] < step:
-                        kept.append(line)
-            write_atomically(path, "".join(kept))
+            kept = [line for line in read_lines(path) if line["step"] < step]
+            write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def samples(self, step: int, lines: list[str], shown: int = 2) -> None:
         """Append responses to samples.txt and show a few, from different prompts."""
@@ -244,6 +273,17 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def read_lines(path: Path) -> list[dict]:
+    """Of metrics.jsonl; what a kill or a full disk left of a line is passed over."""
+    lines = []
+    for text in path.read_text(errors="replace").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            line = json.loads(text)
+            if isinstance(line, dict) and "step" in line:
+                lines.append(line)
+    return lines
 
 
 def write_json(path: Path, value: Any) -> None:

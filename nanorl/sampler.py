@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanorl.errors import RunError
 from nanorl.model import GPT, KVCache
 from nanorl.rollout import Rollout, pad
 from nanorl.tokenizer import Tokenizer
@@ -153,6 +154,11 @@ def choose(
     Inverse CDF: the first token whose cumulative probability exceeds the uniform number.
     """
     logprobs = torch.log_softmax(logits if greedy else logits / temperature, dim=-1)
+    if not logprobs.amax(-1).isfinite().all():
+        raise RunError(
+            f"the logits, divided by the temperature {temperature}, are not finite: the weights have diverged (lower "
+            "the learning rate), or the temperature is too small"
+        )
     if greedy:
         chosen = logprobs.argmax(-1)
     else:

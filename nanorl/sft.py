@@ -7,15 +7,18 @@ import inspect
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save, save_file
 
 import kernels.linear
 from nanorl import losses, model, optimizers, rollout, scorer, tokenizer
+from nanorl.checkpoint import sync
 from nanorl.losses.aggregate import token_count, token_mean
 from nanorl.model import GPT
 from nanorl.optimizers import Optimizers, schedule
@@ -94,12 +97,18 @@ def cached_warm_start(
     digest.update(repr((first.prompts, first.tokens.tolist())).encode())
     digest.update(save(policy.state_dict()))  # the weights it starts from
     path = folder / f"{digest.hexdigest()[:16]}.safetensors"
-    if path.exists():
+    try:
         policy.load_state_dict(load_file(path))
         return True
+    except (OSError, SafetensorError):  # not there, or damaged: made anew
+        pass
     warm_start(policy, task, steps=steps, seed=seed, batch=batch, **options)
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".partial_{os.getpid()}_{path.name}")
-    save_file(policy.state_dict(), partial)
-    os.replace(partial, path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".partial_{os.getpid()}_{path.name}")
+        save_file(policy.state_dict(), partial)
+        sync(partial)
+        os.replace(partial, path)
+    except OSError as error:
+        warnings.warn(f"the warm start could not be kept for the next run ({error})", stacklevel=2)
     return False

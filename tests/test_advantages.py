@@ -251,3 +251,24 @@ def test_an_unknown_scale_is_an_error_that_lists_the_choices():
 def test_another_ddof_is_an_error_that_shows_it(ddof):
     with pytest.raises(ValueError, match=f"ddof must be 0 or 1, not {ddof}"):
         group_advantages(f64(1, 0), ONE_GROUP[:2], ddof=ddof)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 300.0, 6e4])
+def test_trap_a3_large_and_tiny_rewards_keep_their_signal(dtype, scale):
+    rewards = scale * torch.tensor([1.0, 0, 0, 0], dtype=torch.float64)
+    found = group_advantages(rewards.to(dtype), torch.zeros(4, dtype=torch.long), eps=0.0)
+    assert found.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(found.double(), torch.tensor([1.5, -0.5, -0.5, -0.5]).double(), rtol=0, atol=1e-6)
+
+
+def test_trap_a3_rewards_at_the_end_of_the_range_never_give_nan():
+    for rewards in ([3e38, 3e38, -3e38], [1e20, -1e20, 0.0], [1e-25, 0.0, 0.0]):
+        found = group_advantages(torch.tensor(rewards), torch.zeros(3, dtype=torch.long), eps=0.0)
+        assert found.isfinite().all() and found.abs().max() > 0.5
+
+
+@pytest.mark.parametrize("eps", [-1.0, math.nan, math.inf])
+def test_an_eps_that_would_turn_or_break_the_signs_is_refused(eps):
+    with pytest.raises(ValueError, match="eps must be a finite number of at least 0"):
+        group_advantages(torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.long), eps=eps)

@@ -211,7 +211,7 @@ def test_means_keep_the_type_of_the_values(mean, count, dtype, mask_dtype):
 @pytest.mark.parametrize("wrong", [0, -1, -0.5, math.nan])
 def test_a_denominator_that_is_not_positive_is_an_error_that_shows_it(mean, count, wrong):
     values, mask = random_batch(0, [3, 1])
-    with pytest.raises(ValueError, match=f"denominator must be positive, not {wrong}"):
+    with pytest.raises(ValueError, match=f"denominator must be positive and finite, not {wrong}"):
         mean(values, mask, wrong)
 
 

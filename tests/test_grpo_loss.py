@@ -504,7 +504,7 @@ def test_beta_without_a_reference_is_an_error_that_says_what_is_missing():
 
 @pytest.mark.parametrize("wrong", [0, -2, math.nan])
 def test_a_denominator_that_is_not_positive_is_an_error_that_shows_it(wrong):
-    with pytest.raises(ValueError, match=f"denominator must be positive, not {wrong}"):
+    with pytest.raises(ValueError, match=f"denominator must be positive and finite, not {wrong}"):
         grpo_loss(**random_batch(0, [3, 2]), denominator=wrong)
 
 
@@ -521,3 +521,19 @@ def test_advantages_of_a_wrong_shape_are_an_error_that_says_what_was_expected(sh
     batch = random_batch(0, [4, 3, 2]) | {"advantages": torch.zeros(shape)}
     with pytest.raises(ValueError, match=r"expected advantages \(B,\) or \(B, T\) beside logprobs \(3, 4\), got"):
         grpo_loss(**batch)
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.inf])
+@pytest.mark.parametrize("which", ["logprobs", "old_logprobs", "ref_logprobs"])
+def test_an_infinite_log_prob_in_an_unmasked_slot_is_reported_and_in_a_masked_one_ignored(value, which):
+    for masked, finite in ((False, False), (True, True)):
+        tensors = {name: torch.full((1, 2), -1.0) for name in ("logprobs", "old_logprobs", "ref_logprobs")}
+        tensors[which][0, 0] = value
+        loss, _ = grpo_loss(**tensors, advantages=torch.ones(1), mask=torch.tensor([[not masked, True]]), beta=0.1)
+        assert bool(loss.isfinite()) == finite
+
+
+def test_float16_is_refused_since_the_bound_on_ratios_overflows_it():
+    half = torch.full((1, 2), -1.0, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"expected log-probs in float32 or float64, got torch.float16"):
+        grpo_loss(half, half, torch.ones(1), torch.ones(1, 2))

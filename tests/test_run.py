@@ -716,3 +716,42 @@ def test_seconds_are_counted_by_phase_even_through_an_error(tmp_path, monkeypatc
     with contextlib.suppress(ZeroDivisionError), run.phase("sample"):  # 110 to 115
         raise ZeroDivisionError
     assert run.seconds_so_far() == {"sample": 7.0, "total": 20.0}
+
+
+# ---- what others did to the folder
+
+
+def test_a_second_process_cannot_use_the_folder_of_a_run(tmp_path):
+    out = str(tmp_path / "run")
+    first = Run(SmallConfig(out=out))
+    for again in (SmallConfig(out=out), SmallConfig(out=out, resume=True)):
+        with pytest.raises(RunError, match="another process is using"):
+            Run(again)
+    with first:
+        pass
+    Run(SmallConfig(out=out, resume=True))
+
+
+@pytest.mark.parametrize("name", ["policy.safetensors", "training.pt"])
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"x" * 50), lambda path: path.unlink()])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(tmp_path, name, damage, capsys):
+    def end(out, **more):
+        train_grpo.main(train_grpo.Config(out=str(out), steps=4, save_every=2, eval_every=9, **TINY, **more))
+        return load_file(checkpoint.latest(out / "checkpoint") / "policy.safetensors")
+
+    out = tmp_path / "run"
+    undisturbed = end(out)
+    damage(out / "checkpoint" / "step_000004" / name)
+    (out / "checkpoint" / "step_000004.bak").mkdir()
+    again = end(out, resume=True)
+    assert "step_000004 is damaged" in capsys.readouterr().out
+    assert all(torch.equal(value, undisturbed[key]) for key, value in again.items())
+    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2, 3]
+
+
+def test_without_any_checkpoint_a_resumed_run_starts_its_log_anew(tmp_path):
+    out = tmp_path / "run"
+    for resume in (False, True):
+        train_grpo.main(train_grpo.Config(out=str(out), steps=3, eval_every=9, **TINY, resume=resume))
+        assert len((out / "metrics.jsonl").read_text().splitlines()) == 3
+        shutil.rmtree(out / "checkpoint")

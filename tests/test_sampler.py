@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from nanorl.errors import RunError
 from nanorl.sampler import Sampler, choose, truncate, uniform
 from nanorl.tokenizer import Tokenizer
 
@@ -519,6 +520,7 @@ for package in (nanorl, kernels):
         importlib.import_module(module.name)
 import torch
 assert not torch.cuda.is_available()
+from nanorl.errors import RunError
 from nanorl.model import GPT, GPTConfig
 from nanorl.sampler import Sampler
 from nanorl.scorer import score
@@ -583,3 +585,11 @@ def test_an_empty_stop_string_is_an_error(tiny_gpt):
     sampler = Sampler(tiny_gpt(), Tokenizer.characters("ab"))
     with pytest.raises(ValueError, match="empty stop string"):
         sampler.generate([[1]], max_new_tokens=3, stop_ids=[2], stop_strings=["a", ""])
+
+
+@pytest.mark.parametrize("how", [{}, {"greedy": True}, {"top_p": 0.9}])
+def test_weights_that_have_diverged_are_an_error_that_says_so(tiny_gpt, how):
+    model = tiny_gpt()
+    model.head_weight.data.fill_(torch.nan)
+    with pytest.raises(RunError, match="not finite: the weights have diverged"):
+        Sampler(model).generate([[1, 2]], max_new_tokens=3, stop_ids=[], **how)

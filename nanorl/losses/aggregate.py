@@ -6,6 +6,8 @@ the parts add up to what the whole would have given. A row without a trainable t
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -47,6 +49,6 @@ def sequence_count(mask: Tensor) -> int:
 def divisor(given: float | None, count: int) -> float:
     if given is None:
         return max(count, 1)  # an empty batch has loss 0, not NaN
-    if not given > 0:
-        raise ValueError(f"denominator must be positive, not {given}: pass the count of the whole batch")
+    if not 0 < given < math.inf:
+        raise ValueError(f"denominator must be positive and finite, not {given}: pass the count of the whole batch")
     return given
