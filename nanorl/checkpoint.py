@@ -2,6 +2,7 @@
 
     checkpoint/step_000040/policy.safetensors   weights of each model, by name
     checkpoint/step_000040/training.pt          optimizer moments, random number generators, counters
+    checkpoint/step_000000                      the state before training, always kept: samples.html compares with it
 
 A writer that is killed leaves a folder whose name starts with `.partial`, which nobody reads.
 """
@@ -18,12 +19,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-KEPT = 2  # checkpoints: the newest and the one before it
+KEPT = 2  # checkpoints: the newest and the one before it; and the first
+FIRST = "step_000000"
 PARTIAL = ".partial"
 
 
 def save(folder: Path, step: int, models: dict[str, nn.Module], training: dict) -> Path:
-    """Write the state after `step` steps; returns its folder. Older checkpoints but one are removed afterwards."""
+    """Write the state after `step` steps; returns its folder. Older checkpoints but one, and but FIRST, are removed
+    afterwards."""
     final = folder / f"step_{step:06d}"
     if final.exists():  # a resumed run that stopped before its first new step: the same state
         return final
@@ -42,7 +45,8 @@ def save(folder: Path, step: int, models: dict[str, nn.Module], training: dict) 
     os.rename(partial, final)
     sync(folder)
     for old in sorted(folder.glob("step_*"))[:-KEPT]:
-        shutil.rmtree(old)
+        if old.name != FIRST:
+            shutil.rmtree(old)
     return final
 
 

@@ -4,6 +4,7 @@ config.json     the options, and versions of what ran
 metrics.jsonl   one line a step
 samples.txt     responses to read, as training went on
 curves.png      the course of the run
+samples.html    responses before and after, token by token (nanorl/viewer.py)
 checkpoint/     see nanorl/checkpoint.py
 summary.json    evaluation before and after, seconds
 """
@@ -34,7 +35,7 @@ from nanorl.optimizers import Optimizers
 
 CHANGEABLE = {"out", "resume", "steps", "save_every", "eval_every", "device"}  # options a resumed run may give anew
 MAX_SEED = 2**63 - 1  # the generators take signed 64-bit integers
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 Config = TypeVar("Config")
 
 
