@@ -8,6 +8,7 @@ several times, and medians are drawn.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -45,7 +46,7 @@ def generation(model: GPT, generate: Callable) -> tuple[list[float], list[int]]:
     generate(model, [list(range(PROMPT))], NEW, stop_id=-1)  # greedy, never stops
     began.append(time.process_time())
     hook.remove()
-    return [b - a for a, b in zip(began, began[1:], strict=False)], read
+    return [b - a for a, b in itertools.pairwise(began)], read
 
 
 def smooth(values: list[float]) -> list[float]:
@@ -71,9 +72,9 @@ def readings(model: GPT) -> dict[str, tuple[int, Callable]]:
 
         return call
 
-    cases = {f"prefill:\n{CONTEXT} tokens\nof one prompt": (CONTEXT, prefill)}
+    cases = {f"prefill,\n{CONTEXT}\ntokens": (CONTEXT, prefill)}
     for rows in (1, 8, 64):
-        cases[f"decode:\n{rows} row" + "s" * (rows > 1)] = (rows, decode(rows))
+        cases[f"decode,\n{rows} row" + "s" * (rows > 1)] = (rows, decode(rows))
     return cases
 
 
@@ -99,42 +100,41 @@ def draw(path: Path) -> None:
             seconds, read = generation(model, generate)
             measured[name].append((seconds, read))
 
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4.4))
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4.4), width_ratios=[4, 4, 3.4])
     positions = range(PROMPT, PROMPT + NEW)
-    curves = {}
+    growth = {}
     for name, color in COLORS.items():
-        median = [statistics.median(times) * 1e3 for times in zip(*(s for s, _ in measured[name]), strict=True)]
-        curves[name] = smooth(median)
-        left.plot(positions, curves[name], color=color, label=name)
+        times = [statistics.median(times) * 1e3 for times in zip(*(s for s, _ in measured[name]), strict=True)]
+        drawn = smooth(times)
+        left.plot(positions, drawn, color=color, label=name)
         passed = torch.tensor(measured[name][0][1]).cumsum(0)
-        middle.plot(positions, passed, color=color, label=f"{name}: {passed[-1]:,}")
-        print(f"{name}: {passed[-1]:,} tokens read, median total {sum(median) / 1e3:.2f} s")
-        for at in (32, 128, 256, 480):
-            print(f"    position {at}: {curves[name][at - PROMPT]:.2f} ms")
+        middle.plot(positions, passed / 1000, color=color, label=f"{name}: {passed[-1]:,} in all")
+        early, late = statistics.median(times[32:64]), statistics.median(times[-32:])
+        growth[name] = late / early
+        print(f"{name}: {passed[-1]:,} tokens read, {sum(times) / 1e3:.2f} s in all")
+        print(f"    positions {PROMPT + 32} to {PROMPT + 63}: {early:.2f} ms, the last 32: {late:.2f} ms")
     left.set(title="Time", xlabel="position of the new token", ylabel="CPU time per token (ms)", ylim=(0, None))
-    middle.set(title="Work, counted", xlabel="position of the new token", ylabel="tokens passed through the model so far")
-    middle.set_yscale("log")
+    middle.set(title="Work", xlabel="position of the new token", ylabel="tokens read so far (thousands)")
     left.legend(loc="upper left")
-    middle.legend(loc="upper left", title=f"after {NEW} new tokens")
+    middle.legend(loc="upper left")
     bars = right.bar(range(len(rates)), list(rates.values()), color=["0.5", *["tab:blue"] * 3])
     right.bar_label(bars, fmt="{:,.0f}", fontsize=9)
     right.set_xticks(range(len(rates)), list(rates), fontsize=9)
-    right.set(title=f"Reading many tokens at once pays (cache of {CONTEXT})", ylabel="tokens per second of CPU time")
+    right.set(title="Many tokens in one call", ylabel="tokens per second of CPU time")
     right.margins(y=0.12)
     for axes in (left, middle, right):
         axes.grid(alpha=0.3)
         axes.set_axisbelow(True)
-    slow, fast = curves["without cache"], curves["with cache"]
     figure.suptitle(
-        f"With a cache, token {PROMPT + NEW} costs {statistics.median(fast[-20:]) / statistics.median(fast[20:40]):.1f} "
-        f"times what token 40 costs; without one, {statistics.median(slow[-20:]) / statistics.median(slow[20:40]):.0f} times"
+        f"Without a cache, token 500 takes {growth['without cache']:.0f} times as long as token 50; "
+        f"with one, {growth['with cache']:.1f} times"
     )
     parameters = sum(weight.numel() for weight in model.parameters())
     figure.text(
         0.5,
         0.01,
-        f"One row, greedy, a GPT of {parameters / 1e6:.1f} M parameters in float32 on one CPU core; medians of {REPEATS} "
-        f"interleaved runs and {NEIGHBORS} neighboring positions. Drawn by: {COMMAND}",
+        f"One row, greedy; a GPT of {parameters / 1e6:.1f} M parameters, float32, one CPU core; medians of {REPEATS} "
+        f"interleaved runs and of {NEIGHBORS} neighbors. Drawn by: {COMMAND}",
         ha="center",
         fontsize=8,
         color="0.35",

@@ -1,6 +1,6 @@
 """Generation with a cache: the model reads each prompt once, then only the token it has just written.
 
-    python lessons/01_gpt_and_sampler/with_cache.py
+python lessons/01_gpt_and_sampler/with_cache.py
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Generation without a cache: for every new token the model reads each sequence again from its first token.
 
-    python lessons/01_gpt_and_sampler/without_cache.py
+python lessons/01_gpt_and_sampler/without_cache.py
 """
 
 import sys
