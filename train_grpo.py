@@ -22,15 +22,26 @@ from nanorl.batch_metrics import TokenMeans, rollout_metrics, token_metrics
 from nanorl.evaluation import describe_evaluation, evaluate, grade, sample_lines
 from nanorl.losses.aggregate import token_count
 from nanorl.model import GPT, GPTConfig, frozen_copy
-from nanorl.optimizers import Optimizers, decayed
+from nanorl.optimizers import Optimizers, schedule
+from nanorl.options import (
+    DTYPES,
+    MAX_SEED,
+    at_least,
+    at_most,
+    checking_options,
+    choose,
+    choose_device,
+    command_line,
+    seed_generators,
+)
 from nanorl.plots import draw_curves
-from nanorl.run import DTYPES, MAX_SEED, Run, at_least, at_most, checking_options, choose, choose_device, command_line
+from nanorl.run import Run
 from nanorl.sampler import Sampler
 from nanorl.scorer import score
 from nanorl.sft import cached_warm_start
 from nanorl.tasks import TASKS
 
-DECAY_SHARE = 0.4  # of the steps: the learning rate falls to zero
+DECAY = 0.8  # the share of the steps in which the learning rate falls to zero
 FINAL_SAMPLES = 4  # a problem, in the evaluations before and after, for pass@k
 
 
@@ -44,8 +55,8 @@ class Config:
     """Folder for everything the run writes. Default: runs/grpo-N, the next free N."""
     seed: int = 0
     """Of weights, problems and samples."""
-    steps: int = 100
-    """Updates of the policy."""
+    steps: int = 120
+    """Updates of the policy. A resumed run may be given another number: the learning rate then follows that."""
     algo: str = "grpo"
     """Algorithm: a row of nanorl/algorithms.py."""
     task: str = "chain"
@@ -61,7 +72,7 @@ class Config:
     max_new_tokens: int | None = None
     """Longest response, its stop token included. Default: the task's."""
     learning_rate: float = 1e-3
-    """Constant, then linearly to 0 over the last 40 % of the steps."""
+    """Constant, then linearly to 0 over the last 80 % of the steps."""
     clip_low: float | None = None
     """The ratio is clipped below 1 - clip_low. Default: the algorithm's."""
     clip_high: float | None = None
@@ -77,7 +88,7 @@ class Config:
     """Of the transformer."""
     heads: int = 4
     """Of the transformer's attention."""
-    warm_start_steps: int = 340
+    warm_start_steps: int = 360
     """Supervised steps on demonstrations before the first update; kept beside the run for the next one."""
     eval_every: int = 20
     """Steps between evaluations on held-out problems."""
@@ -88,7 +99,7 @@ class Config:
     resume: bool = False
     """Continue the run in --out (default: the newest in runs/) from its last checkpoint."""
     device: str = "auto"
-    """cpu, cuda, mps, or auto: the GPU if there is one."""
+    """cpu, cuda, or auto: the GPU if there is one."""
     dtype: str = "float32"
     """Of weights and arithmetic: float32, float64 or bfloat16 (with float32 master weights and log-probs)."""
 
@@ -104,7 +115,7 @@ def main(config: Config) -> dict:
     rescored = dtype == torch.bfloat16 or config.importance_cap is not None  # whose log-probs are the old ones
     at_most(config, seed=MAX_SEED, clip_low=1)
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
-    torch.manual_seed(config.seed)
+    seed_generators(config.seed)
     with checking_options():
         shape = GPTConfig(
             vocab_size=task.tokenizer.vocab_size,
@@ -189,15 +200,13 @@ def main(config: Config) -> dict:
                     part_loss.backward()
                     loss += part_loss.detach()
                     means.add(metrics | token_metrics(logprobs, entropy, part), token_count(part.mask))
-                grad_norm = optimizers.clip_gradients()
-                rate = decayed(step, config.steps, DECAY_SHARE)
-                if run.guard.finite(loss, grad_norm):
-                    optimizers.step(rate)
+                rate = schedule(step, config.steps, decay=DECAY)
+                grad_norm = optimizers.update(loss, rate)
 
             run.log(
                 step,
                 {
-                    **rollout_metrics(rollout, described, config.group_size),
+                    **rollout_metrics(rollout, described),
                     **means.result(),
                     "loss": loss.item(),
                     "grad_norm": grad_norm.item(),
@@ -209,6 +218,7 @@ def main(config: Config) -> dict:
             if evaluated:
                 run.samples(step, sample_lines(task, problems, rollout))
 
+        run.stop_if_interrupted(f"saved at step {config.steps} of {config.steps}")
         with run.phase("eval"):
             eval_after = evaluate(policy, task, held_out, max_new_tokens, samples=FINAL_SAMPLES)
         summary = run.finish(eval_after=eval_after)

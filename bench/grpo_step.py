@@ -56,8 +56,7 @@ def nanorl_step(size: Size, dtype: torch.dtype):
         old = rollout.behavior_logprobs if dtype == torch.float32 else logprobs.detach()
         loss, _ = algorithm.loss(logprobs, old, advantages, rollout.mask)
         loss.backward()
-        optimizers.clip_gradients()
-        optimizers.step()
+        optimizers.update(loss.detach())
         return rollout.lengths.double().mean().item()
 
     return run

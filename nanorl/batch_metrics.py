@@ -27,14 +27,14 @@ class TokenMeans:
         return {name: float(total) / max(self.tokens, 1) for name, total in self.sums.items()}
 
 
-def rollout_metrics(rollout: Rollout, described: dict[str, list[float]], group_size: int) -> dict[str, float]:
-    """Rewards and lengths of one batch of rollouts whose groups stand next to each other."""
+def rollout_metrics(rollout: Rollout, described: dict[str, list[float]]) -> dict[str, float]:
+    """Rewards and lengths of one batch of rollouts."""
     rewards, lengths = rollout.rewards, rollout.lengths.double()
-    in_groups = rewards.view(-1, group_size)
+    groups, teaching = rollout.groups.unique(), rollout.groups[rollout.advantages != 0].unique()
     return {
         "reward": rewards.mean().item(),
         "reward_std": rewards.std(correction=0).item(),
-        "zero_variance_share": (in_groups.amax(1) == in_groups.amin(1)).double().mean().item(),
+        "zero_variance_share": 1 - len(teaching) / len(groups),
         "length": lengths.mean().item(),
         "length_max": lengths.max().item(),
         "truncated_share": rollout.finish.count("length") / len(rollout),

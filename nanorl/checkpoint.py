@@ -44,13 +44,15 @@ def save(folder: Path, step: int, models: dict[str, nn.Module], training: dict) 
         sync(path)
     os.rename(partial, final)
     sync(folder)
-    for old in sorted(folder.glob("step_*"))[:-KEPT]:
+    for old in sorted(folder.glob("step_*"), key=step_of)[:-KEPT]:
         if old.name != FIRST:
             shutil.rmtree(old)
     return final
 
 
 def sync(path: Path) -> None:
+    if os.name == "nt":  # Windows syncs no folders, and no file that is open for reading
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -60,20 +62,24 @@ def sync(path: Path) -> None:
 
 def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint."""
-    return max(folder.glob("step_*"), default=None)
+    return max(folder.glob("step_*"), key=step_of, default=None)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def steps_done(folder: Path) -> int:
     """Steps behind the newest complete checkpoint; 0 without one."""
     newest = latest(folder)
-    return int(newest.name.removeprefix("step_")) if newest else 0
+    return step_of(newest) if newest else 0
 
 
 def load(checkpoint: Path, models: dict[str, nn.Module]) -> dict:
     """Fill `models` and return the training state that was saved beside them."""
     for name, model in models.items():
         model.load_state_dict(load_file(checkpoint / f"{name}.safetensors"))
-    return torch.load(checkpoint / "training.pt", weights_only=True)
+    return torch.load(checkpoint / "training.pt", map_location="cpu", weights_only=True)
 
 
 def random_state() -> dict:
@@ -83,7 +89,7 @@ def random_state() -> dict:
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
 
 
@@ -93,5 +99,5 @@ def set_random_state(state: dict) -> None:
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    if state["cuda"]:
+    if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"])

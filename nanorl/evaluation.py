@@ -14,7 +14,7 @@ from nanorl.sampler import Sampler
 from nanorl.tasks.task import Problem, Task
 
 Z_95 = 1.959963984540054  # standard normal quantile at 0.975
-EVAL_SEED = 10**9  # apart from any run's seed: every run is examined with the same random numbers
+EVAL_SEED = -1  # no run's seed: every run is examined with the same random numbers
 
 
 def wilson_interval(right: int, n: int) -> tuple[float, float]:
@@ -89,8 +89,8 @@ def evaluate(policy: GPT, task: Task, problems: Sequence[Problem], max_new_token
     }
     for name, values in described.items():
         result[name] = values.mean().item()
-        with_it = rewards[values > 0]
-        result[f"accuracy_{name}"] = with_it.mean().item() if len(with_it) else None
+        with_it = rewards[values > 0] >= 1
+        result[f"accuracy_{name}"] = with_it.double().mean().item() if len(with_it) else None
     for k in (2**i for i in range(samples.bit_length())):
         result[f"pass@{k}"] = sum(pass_at_k(samples, c, k) for c in right) / len(problems)
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def evaluations(out: Path, metrics: list[dict]) -> list[tuple[int, dict]]:
 
 
 def draw_accuracy(axes, steps: list[int], metrics: list[dict], points: list[tuple[int, dict]]) -> None:
-    axes.plot(steps, [line["reward"] for line in metrics], color=TRAINING, lw=1, label="training batch")
+    axes.plot(steps, [line["reward"] for line in metrics], color=TRAINING, lw=1, label="mean reward, training batch")
     for name, color, label in (
         ("accuracy", SAMPLED, "held out, T = 1"),
         ("accuracy_greedy", GREEDY, "held out, greedy"),
@@ -74,6 +75,8 @@ def draw_curves(out: Path) -> Path:
             f"Held-out accuracy {first['accuracy']:.2f} -> {last['accuracy']:.2f}, "
             f"mean length {first['mean_length']:.0f} -> {last['mean_length']:.0f} tokens"
         )
+    command = json.loads((out / "config.json").read_text())["command"]
+    figure.supxlabel(f"Drawn by: python {shlex.join([Path(command[0]).name, *command[1:]])}", fontsize=8, color="0.4")
     figure.tight_layout()
     path = out / "curves.png"
     figure.savefig(path, dpi=120)

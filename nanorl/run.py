@@ -17,155 +17,23 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import tyro
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanorl import __version__, checkpoint
+from nanorl.errors import Interrupted, RunError
 from nanorl.optimizers import Optimizers
-
-CHANGEABLE = {"out", "resume", "steps", "save_every", "eval_every", "device"}  # options a resumed run may give anew
-MAX_SEED = 2**63 - 1  # the generators take signed 64-bit integers
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-Config = TypeVar("Config")
-
-
-class RunError(Exception):
-    """Something the user can mend: shown as a message, without a traceback."""
-
-
-class Interrupted(Exception):
-    """Ctrl-C or SIGTERM: the run's state is on disk."""
-
-
-class NonFiniteGuard:
-    """Keeps NaN and infinity out of weights and moments: such an update is skipped and counted."""
-
-    LIMIT = 5  # skipped updates in a row that end the run
-
-    def __init__(self):
-        self.skipped = 0
-        self.in_a_row = 0
-
-    def finite(self, loss: Tensor, grad_norm: Tensor) -> bool:
-        """Whether to take this update. Raises RunError after LIMIT bad ones in a row."""
-        if bool(torch.isfinite(loss)) and bool(torch.isfinite(grad_norm)):
-            self.in_a_row = 0
-            return True
-        self.skipped += 1
-        self.in_a_row += 1
-        if self.in_a_row >= self.LIMIT:
-            raise RunError(
-                f"{self.LIMIT} updates in a row had a loss or gradient that is not finite (loss {float(loss)}, "
-                f"gradient norm {float(grad_norm)}); the weights are those before them. Lower --learning-rate, or look "
-                "at the rewards and the loss"
-            )
-        return False
-
-
-def command_line(config_class: type[Config], description: str | None, main, argv: list[str] | None = None) -> None:
-    """Parse the options, call main(config), turn what goes wrong into a message and an exit status."""
-    argv = sys.argv[1:] if argv is None else argv
-    try:
-        main(parse(config_class, description, argv))
-    except Interrupted as interrupted:
-        print(interrupted, file=sys.stderr)
-        sys.exit(130)  # the shell's status for Ctrl-C
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-
-
-def parse(config_class: type[Config], description: str | None, argv: list[str]) -> Config:
-    """Options as a `config_class`. With --resume, options not given are those the run was started with."""
-    config = tyro.cli(config_class, args=argv, description=description)
-    if not config.resume:
-        return config
-    out = Path(config.out) if config.out else newest_run(config.name)
-    if not (out / "config.json").exists():
-        raise RunError(f"nothing to resume: {out} holds no run (no config.json)")
-    saved = json.loads((out / "config.json").read_text())["options"]
-    known = {field.name for field in dataclasses.fields(config_class)}
-    started = config_class(**{k: v for k, v in saved.items() if k in known} | {"out": str(out), "resume": True})
-    config = tyro.cli(config_class, args=argv, description=description, default=started)
-    changed = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(started, f.name)]
-    fixed = [name for name in changed if name not in CHANGEABLE]
-    if fixed:
-        raise RunError(
-            f"a resumed run keeps its options, but {', '.join(map(flag, fixed))} "
-            f"differs from {out / 'config.json'}: leave it away, or start a new run with another --out"
-        )
-    return config
-
-
-def choose(option: str, value: str, choices) -> Any:
-    """choices[value], or an error that lists them."""
-    if value not in choices:
-        raise RunError(f"--{option} {value} is unknown: choose one of {', '.join(choices)}")
-    return choices[value]
-
-
-def at_least(config, **minimum: float) -> None:
-    """Each named option, where given, is a finite number that is not below its minimum."""
-    for name, least in minimum.items():
-        value = getattr(config, name)
-        if value is not None and not (math.isfinite(value) and value >= least):
-            raise RunError(f"{flag(name)} must be at least {least}, not {value}")
-
-
-def at_most(config, **maximum: float) -> None:
-    """Each named option, where given, is not above its maximum."""
-    for name, most in maximum.items():
-        value = getattr(config, name)
-        if value is not None and value > most:
-            raise RunError(f"{flag(name)} must be at most {most}, not {value}")
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-@contextlib.contextmanager
-def checking_options() -> Iterator[None]:
-    """Inside, a ValueError is about the options: shown as a message."""
-    try:
-        yield
-    except ValueError as error:
-        raise RunError(str(error)) from None
-
-
-def choose_device(name: str) -> torch.device:
-    """`auto` is the GPU if there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise RunError(
-            f"--device {name} cannot be used here ({str(error).splitlines()[0]}): try --device cpu"
-        ) from None
-    return device
-
-
-RUNS = Path("runs")
-
-
-def newest_run(name: str) -> Path:
-    """The run of that name in runs/ with the highest number."""
-    numbered = [path for path in RUNS.glob(f"{name}-*") if path.name.removeprefix(f"{name}-").isdigit()]
-    if not numbered:
-        raise RunError(f"nothing to resume: there is no run {RUNS / name}-N here; name its folder with --out")
-    return max(numbered, key=lambda path: int(path.name.removeprefix(f"{name}-")))
+from nanorl.options import RUNS, numbered_runs
 
 
 class Run:
@@ -178,7 +46,6 @@ class Run:
         self.config = config
         self.resuming = config.resume
         self.out = self.open_folder()
-        self.guard = NonFiniteGuard()
         self.start = 0  # first step of this process
         self.results: dict[str, Any] = {}  # evaluations and the like, for summary.json; survives a resume
         self.seconds: dict[str, float] = {}  # by phase, over all processes of the run
@@ -199,10 +66,7 @@ class Run:
                 raise RunError(f"{out} has done {done} steps already, more than --steps {config.steps}")
         elif config.out is None:
             RUNS.mkdir(exist_ok=True)
-            taken = [
-                int(n) for p in RUNS.glob(f"{config.name}-*") if (n := p.name.removeprefix(f"{config.name}-")).isdigit()
-            ]
-            number = max(taken, default=0) + 1
+            number = max(numbered_runs(config.name), default=0) + 1
             while True:
                 try:
                     out = RUNS / f"{config.name}-{number}"
@@ -220,7 +84,11 @@ class Run:
                 raise RunError(f"--out {out} cannot be made ({error.strerror})") from None
         versions = {"nanorl": __version__, "torch": torch.__version__, "python": platform.python_version()}
         options = dataclasses.asdict(config) | {"out": str(out), "resume": False}  # what --resume changed stays
-        write_json(out / "config.json", {"options": options, "versions": versions, "command": sys.argv})
+        about = {"options": options, "versions": versions, "command": sys.argv}
+        if config.resume:  # what started the run stays; each start after it is added
+            first = json.loads((out / "config.json").read_text())
+            about = {**first, "options": options, "resumed": [*first.get("resumed", []), sys.argv]}
+        write_json(out / "config.json", about)
         return out
 
     def __enter__(self) -> Run:
@@ -228,7 +96,7 @@ class Run:
             if self.interrupted:  # the second time: at once
                 raise KeyboardInterrupt
             self.interrupted = True
-            self.say("stopping after this step (once more: at once) ...")
+            os.write(2, b"\nstopping after this step (once more: at once) ...\n")  # print may be what it interrupts
 
         self.handlers = {}
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -253,8 +121,8 @@ class Run:
         optimizers.load_state_dict(state["optimizers"])
         checkpoint.set_random_state(state["random"])
         self.start, self.results, self.seconds = state["step"], state["results"], state["seconds"]
-        self.guard.skipped, self.guard.in_a_row = state["skipped"], state["skipped_in_a_row"]
         self.keep_lines_before(self.start)
+        (self.out / "summary.json").unlink(missing_ok=True)  # of an end that is no longer the end
         self.say(f"resumed at step {self.start}")
 
     @property
@@ -290,8 +158,6 @@ class Run:
             "random": checkpoint.random_state(),
             "results": self.results,
             "seconds": self.seconds_so_far(),
-            "skipped": self.guard.skipped,
-            "skipped_in_a_row": self.guard.in_a_row,
         }
         checkpoint.save(self.out / "checkpoint", step, self.models, state)
 
@@ -316,7 +182,7 @@ class Run:
         spent = time.perf_counter() - self.step_began
         self.seconds["train"] = self.seconds.get("train", 0.0) + spent - self.step_seconds.get("eval", 0.0)
         seconds = {name: round(value, 6) for name, value in self.step_seconds.items()} | {"step": round(spent, 6)}
-        line = {"step": step, **metrics, "skipped_updates": self.guard.skipped, "seconds": seconds}
+        line = {"step": step, **metrics, "skipped_updates": self.optimizers.skipped, "seconds": seconds}
         with open(self.out / "metrics.jsonl", "a") as file:
             file.write(json.dumps(plain(line)) + "\n")
         shown = {k: v for k in ("reward", "length", "entropy", "thinks") if (v := metrics.get(k)) is not None}
@@ -337,6 +203,10 @@ class Run:
 
     def keep_lines_before(self, step: int) -> None:
         """Drop what was logged after the checkpoint that is being resumed; the steps will be taken again."""
+        path = self.out / "samples.txt"
+        if path.exists():
+            blocks = re.split(r"(?m)^(?=--- after \d+ steps$)", path.read_text())
+            write_atomically(path, "".join(block for block in blocks if block and int(block.split()[2]) < step))
         path = self.out / "metrics.jsonl"
         if path.exists():
             kept = []

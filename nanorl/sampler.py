@@ -110,7 +110,7 @@ class Sampler:
             groups=torch.arange(len(prompts), device=device).repeat_interleave(samples_per_prompt),
             behavior_logprobs=logprobs[:, :T],
             temperature=1.0 if greedy else temperature,
-            truncated=top_k is not None or top_p is not None,
+            truncated=top_k is not None or (top_p or 1) < 1,
         )
 
     def check(

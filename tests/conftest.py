@@ -1,10 +1,16 @@
 """Models that several test files share."""
 
+import os
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from nanorl.model import GPT, GPTConfig, KVCache
+
+# At these sizes a second thread costs more than it brings; here, and in the processes that tests start.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Draws the figure of lesson 06 from real runs, and prints the numbers that the lesson quotes.
+"""Draws the figure of lesson 06 from real runs, and writes their table into README.md.
 
     python lessons/06_grpo/figure.py
 
@@ -110,7 +110,10 @@ def curve(axes, x: list[int], values: torch.Tensor, color: str, label: str | Non
     mean, half = mean_and_half(values)
     axes.plot(x, values.T, color=color, lw=0.7, alpha=0.5)
     axes.plot(x, mean, color=color, lw=2, label=label)
-    axes.fill_between(x, mean - half, mean + half, color=color, alpha=0.2, lw=0)
+    low, high = mean - half, mean + half
+    if values.max() <= 1:  # a share
+        low, high = low.clamp(min=0), high.clamp(max=1)
+    axes.fill_between(x, low, high, color=color, alpha=0.2, lw=0)
     axes.set(xlabel="step (updates)")
     axes.grid(alpha=0.3)
 
@@ -149,9 +152,10 @@ def draw(path: Path) -> None:
 
     for i, (when, color) in enumerate((("before", "0.65"), ("after", SAMPLED))):
         values = torch.tensor([[s[when][start] for start in STARTS] for s in starts])  # (seeds, 2)
-        mean, half = mean_and_half(values)
-        bars = by_start.bar(torch.arange(2) + 0.4 * i - 0.2, mean, 0.38, yerr=half, capsize=3, color=color, label=when)
+        at_bars = torch.arange(2) + 0.4 * i - 0.2
+        bars = by_start.bar(at_bars, values.mean(0), 0.38, color=color, label=when)
         by_start.bar_label(bars, fmt="%.2f", fontsize=9, label_type="center")
+        by_start.plot(at_bars.expand_as(values), values, "k.", ms=4)
     by_start.set_xticks([0, 1], [f"made {name}\n(starts with {start})" for start, name in STARTS.items()], fontsize=9)
     by_start.set(ylabel="accuracy, sampled at T = 1", ylim=(0, 1.08), title="Thinking was right before RL")
     by_start.legend(loc="upper right", fontsize=9)
@@ -165,7 +169,7 @@ def draw(path: Path) -> None:
     figure.text(
         0.5,
         0.01,
-        f"{len(outs)} seeds of train_grpo.py with its defaults: each seed thin, mean thick, 95 % interval over seeds. "
+        f"{len(outs)} seeds of train_grpo.py with its defaults: each seed thin or a dot, mean thick, 95 % interval. "
         f"Drawn by: {COMMAND}",
         ha="center",
         fontsize=8,
@@ -173,23 +177,42 @@ def draw(path: Path) -> None:
     )
     figure.tight_layout(rect=(0, 0.03, 1, 1))
     figure.savefig(path, dpi=120)
-    report(points, starts)
+    write_results(path.with_name("README.md"), results(points, starts))
 
 
-def report(points: list, starts: list) -> None:
-    """The table of README.md: each seed, and the mean over seeds with its 95 % interval."""
-    names = ["accuracy", "accuracy_greedy", "mean_length", "thinks", "accuracy_thinks", "pass@4"]
-    rows = []
-    for p, start in zip(points, starts, strict=True):
-        pairs = [(p[0][1][name], p[-1][1][name]) for name in names]
-        rows.append([*pairs, *((start["before"][key], start["after"][key]) for key in STARTS)])
-    print("| seed | " + " | ".join([*names, "made to think", "made to answer"]) + " |")
-    print("|" + "---|" * (len(rows[0]) + 1))
+def results(points: list, starts: list) -> str:
+    """Markdown: each seed before -> after, and the mean over seeds with its 95 % interval."""
+    columns = {  # heading -> name in an evaluation, digits
+        "accuracy, sampled": ("accuracy", 3),
+        "accuracy, greedy": ("accuracy_greedy", 3),
+        "length": ("mean_length", 1),
+        "thinks": ("thinks", 3),
+        "pass@4": ("pass@4", 3),
+    }
+    rows = [
+        [(p[0][1][name], p[-1][1][name]) for name, _ in columns.values()]
+        + [(start["before"][key], start["after"][key]) for key in STARTS]
+        for p, start in zip(points, starts, strict=True)
+    ]
+    headings = ["seed", *columns, *(f"accuracy, made {name}" for name in STARTS.values())]
+    digits = [n for _, n in columns.values()] + [3] * len(STARTS)
+    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
     for seed, row in zip(SEEDS, rows, strict=True):
-        print(f"| {seed} | " + " | ".join(f"{before:.3f} -> {after:.3f}" for before, after in row) + " |")
-    mean, half = mean_and_half(torch.tensor(rows))  # (columns, 2)
-    cells = [f"{mean[i, 0]:.3f} ± {half[i, 0]:.3f} -> {mean[i, 1]:.3f} ± {half[i, 1]:.3f}" for i in range(len(rows[0]))]
-    print("| mean | " + " | ".join(cells) + " |")
+        cells = [f"{before:.{n}f} -> {after:.{n}f}" for (before, after), n in zip(row, digits, strict=True)]
+        lines.append(f"| {seed} | " + " | ".join(cells) + " |")
+    mean, half = mean_and_half(torch.tensor(rows))  # (columns, 2): before and after
+    cells = [
+        f"{m[0]:.{n}f} ± {h[0]:.{n}f} -> {m[1]:.{n}f} ± {h[1]:.{n}f}"
+        for m, h, n in zip(mean.tolist(), half.tolist(), digits, strict=True)
+    ]
+    lines.append("| mean | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def write_results(page: Path, table: str) -> None:
+    before, begin, rest = page.read_text().partition("<!-- results -->\n")
+    _, end, after = rest.partition("<!-- end of results -->")
+    page.write_text(f"{before}{begin}{table}\n{end}{after}")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ class Task(Protocol):
     def demonstration(self, problem: Problem, key: str) -> str:
         """A response to imitate in the warm start; a function of its arguments alone."""
 
-    def reward(self, problem: Problem, response: str) -> float: ...
+    def reward(self, problem: Problem, response: str) -> float:
+        """1 for a right answer, less for any other."""
 
     def describe(self, problem: Problem, response: str) -> dict[str, float]:
         """Properties of a response worth a curve, by name; their means are logged."""

@@ -1,0 +1,143 @@
+"""The command line: a typed dataclass becomes the options; what is wrong with them is said before any work is done."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import tyro
+
+from nanorl.errors import Interrupted, RunError
+
+RUNS = Path("runs")  # where folders without a name of their own go
+CHANGEABLE = {
+    "out",
+    "resume",
+    "steps",
+    "save_every",
+    "eval_every",
+    "micro_batch",
+    "device",
+}  # options a resumed run may give anew
+MAX_SEED = 2**63 - 1  # the sampler and torch take signed 64-bit integers
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+Config = TypeVar("Config")
+
+
+def command_line(config_class: type[Config], description: str | None, main, argv: list[str] | None = None) -> None:
+    """Parse the options, call main(config), turn what goes wrong into a message and an exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        main(parse(config_class, description, argv))
+    except Interrupted as interrupted:
+        print(interrupted, file=sys.stderr)
+        sys.exit(130)  # the shell's status for Ctrl-C
+    except KeyboardInterrupt:
+        print("stopped at once; --resume goes on from the last checkpoint", file=sys.stderr)
+        sys.exit(130)
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def parse(config_class: type[Config], description: str | None, argv: list[str]) -> Config:
+    """Options as a `config_class`. With --resume, options not given are those the run was started with."""
+    config = tyro.cli(config_class, args=argv, description=description)
+    if not config.resume:
+        return config
+    out = Path(config.out) if config.out else newest_run(config.name)
+    if not (out / "config.json").exists():
+        raise RunError(f"nothing to resume: {out} holds no run (no config.json)")
+    saved = json.loads((out / "config.json").read_text())["options"]
+    known = {field.name for field in dataclasses.fields(config_class)}
+    started = config_class(**{k: v for k, v in saved.items() if k in known} | {"out": str(out), "resume": True})
+    config = tyro.cli(config_class, args=argv, description=description, default=started)
+    changed = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(started, f.name)]
+    fixed = [name for name in changed if name not in CHANGEABLE]
+    if fixed:
+        raise RunError(
+            f"a resumed run keeps its options, but {', '.join(map(flag, fixed))} "
+            f"differs from {out / 'config.json'}: leave it away, or start a new run with another --out"
+        )
+    return config
+
+
+def choose(option: str, value: str, choices) -> Any:
+    """choices[value], or an error that lists them."""
+    if value not in choices:
+        raise RunError(f"--{option} {value} is unknown: choose one of {', '.join(choices)}")
+    return choices[value]
+
+
+def at_least(config, **minimum: float) -> None:
+    """Each named option, where given, is a finite number that is not below its minimum."""
+    for name, least in minimum.items():
+        value = getattr(config, name)
+        if value is not None and not (math.isfinite(value) and value >= least):
+            raise RunError(f"{flag(name)} must be at least {least}, not {value}")
+
+
+def at_most(config, **maximum: float) -> None:
+    """Each named option, where given, is not above its maximum."""
+    for name, most in maximum.items():
+        value = getattr(config, name)
+        if value is not None and value > most:
+            raise RunError(f"{flag(name)} must be at most {most}, not {value}")
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+@contextlib.contextmanager
+def checking_options() -> Iterator[None]:
+    """Inside, a ValueError is about the options: shown as a message."""
+    try:
+        yield
+    except ValueError as error:
+        raise RunError(str(error)) from None
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is the GPU if there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.split(":")[0] not in ("cpu", "cuda"):  # mps has no float64, which the sampler needs
+        raise RunError(f"--device {name} is unknown: choose one of auto, cpu, cuda")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise RunError(
+            f"--device {name} cannot be used here ({str(error).splitlines()[0]}): try --device cpu"
+        ) from None
+    return device
+
+
+def seed_generators(seed: int) -> None:
+    """Python's, NumPy's and torch's: torch's makes the weights, a reward may use any of them."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # all it takes
+    torch.manual_seed(seed)
+
+
+def numbered_runs(name: str) -> dict[int, Path]:
+    """The folders runs/NAME-N by their N."""
+    numbers = {path: path.name.removeprefix(f"{name}-") for path in RUNS.glob(f"{name}-*")}
+    return {int(number): path for path, number in numbers.items() if number.isdigit()}
+
+
+def newest_run(name: str) -> Path:
+    runs = numbered_runs(name)
+    if not runs:
+        raise RunError(f"nothing to resume: there is no run {RUNS / name}-N here; name its folder with --out")
+    return runs[max(runs)]

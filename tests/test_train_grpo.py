@@ -1,0 +1,527 @@
+"""The script as a whole: what it leaves behind, what it logs, and what must not change its result."""
+
+import contextlib
+import io
+import json
+import math
+import statistics
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train_grpo
+from nanorl import checkpoint
+from nanorl.algorithms import ALGORITHMS, Algorithm
+from nanorl.errors import RunError
+from nanorl.losses import grpo_loss
+from nanorl.model import GPT, GPTConfig, frozen_copy, require_separate
+from nanorl.optimizers import Optimizers
+from nanorl.options import parse
+from nanorl.sampler import Sampler
+from nanorl.tasks.chain import ChainArithmetic
+
+TINY = {
+    "width": 16,
+    "layers": 1,
+    "heads": 2,
+    "warm_start_steps": 2,
+    "eval_problems": 8,
+    "prompts": 2,
+    "group_size": 4,
+    "steps": 3,
+    "device": "cpu",
+}
+
+
+def text_reward(task, problem, response: str) -> float:
+    """Any function of the text that differs within most groups: two warm start steps teach nothing of the true one."""
+    return zlib.crc32(response.encode()) % 7 / 6
+
+
+@pytest.fixture(autouse=True)
+def own_reward_and_no_picture(monkeypatch):
+    monkeypatch.setattr(ChainArithmetic, "reward", text_reward)
+    monkeypatch.setattr(train_grpo, "draw_curves", lambda out: None)  # drawing takes longer than the run
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Trains in a folder of its own; returns it."""
+    count = iter(range(100))
+
+    def train(**chosen) -> Path:
+        out = tmp_path / f"run-{next(count)}"
+        train_grpo.main(train_grpo.Config(out=str(out), **(TINY | chosen)))
+        return out
+
+    return train
+
+
+def resume(out: Path) -> None:
+    train_grpo.main(parse(train_grpo.Config, None, ["--out", str(out), "--resume"]))
+
+
+def metrics(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(out: Path, step: int | None = None, model: str = "policy") -> dict[str, torch.Tensor]:
+    at = checkpoint.latest(out / "checkpoint") if step is None else out / "checkpoint" / f"step_{step:06d}"
+    return load_file(at / f"{model}.safetensors")
+
+
+def optimizer_state(out: Path, step: int) -> list[dict]:
+    path = out / "checkpoint" / f"step_{step:06d}" / "training.pt"
+    return [part["state"] for part in torch.load(path, weights_only=True)["optimizers"]["parts"]]
+
+
+def equal(a, b) -> bool:
+    """Bit by bit."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a.dtype == b.dtype and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def leaves(value):
+    if isinstance(value, dict):
+        for inner in value.values():
+            yield from leaves(inner)
+    else:
+        yield value
+
+
+# ---- the run contract
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, str, list]:
+    """A run with everything on: its folder, what it said, its rollouts with the rewards and advantages they got."""
+    out, console, rollouts = tmp_path_factory.mktemp("contract") / "run", io.StringIO(), []
+    generate = Sampler.generate
+
+    def keep(self, prompts, **how):
+        rollout = generate(self, prompts, **how)
+        if "sample_ids" in how:  # not an evaluation
+            rollouts.append(rollout)
+        return rollout
+
+    with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(console):
+        patched.setattr(ChainArithmetic, "reward", text_reward)
+        patched.setattr(Sampler, "generate", keep)
+        train_grpo.main(train_grpo.Config(out=str(out), **(TINY | {"steps": 4, "eval_every": 2, "beta": 0.04})))
+    return out, console.getvalue(), rollouts
+
+
+def test_a_run_leaves_the_files_of_the_contract(finished):
+    out, _, _ = finished
+    names = {path.name for path in out.iterdir()}
+    assert names == {"config.json", "metrics.jsonl", "samples.txt", "curves.png", "checkpoint", "summary.json"}
+    config = json.loads((out / "config.json").read_text())
+    assert {name: config["options"][name] for name in TINY} == TINY | {"steps": 4}
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    saved = checkpoint.latest(out / "checkpoint")
+    assert {path.name for path in saved.iterdir()} == {"policy.safetensors", "reference.safetensors", "training.pt"}
+
+
+EVALUATION = {"accuracy", "accuracy_greedy", "mean_length", "truncated_share", "problems", "pass@1", "thinks"}
+EVALUATION |= {f"{name}_{end}" for name in ("accuracy", "accuracy_greedy") for end in ("low", "high")}
+
+
+def test_the_summary_holds_the_evaluations_before_and_after_seconds_and_seed(finished):
+    summary = json.loads((finished[0] / "summary.json").read_text())
+    assert {"eval_before", "eval_after", "seconds", "seed"} <= summary.keys()
+    assert (summary["seed"], summary["steps"]) == (0, 4)
+    for name in ("eval_before", "eval_after"):
+        assert EVALUATION | {"pass@2", "pass@4"} <= summary[name].keys()
+        assert summary[name]["problems"] == 8
+    assert summary["eval_before"] == metrics(finished[0])[0]["eval"]
+    seconds = summary["seconds"]
+    assert {"warm_start", "train", "eval", "total"} <= seconds.keys() and min(seconds.values()) > 0
+    parts = seconds["warm_start"] + seconds["train"] + seconds["eval"]
+    assert parts < seconds["total"]
+    assert seconds["sample"] + seconds["reward"] + seconds["update"] <= seconds["train"] + 2e-3  # rounding
+
+
+LOGGED = {  # trap H.3, and what the contract adds
+    "step",
+    "reward",
+    "reward_std",
+    "zero_variance_share",
+    "length",
+    "length_max",
+    "truncated_share",
+    "thinks",
+    "entropy",
+    "mismatch",
+    "ratio",
+    "kl_old",
+    "kl_ref",
+    "clip_fraction_low",
+    "clip_fraction_high",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens_per_second",
+    "skipped_updates",
+    "seconds",
+}
+
+
+def test_trap_h3_every_step_logs_what_tells_learning_from_not_learning(finished):
+    lines = metrics(finished[0])
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    for line in lines:
+        assert line.keys() - {"eval"} == LOGGED
+        assert ("eval" in line) == (line["step"] % 2 == 0)
+        accuracy_thinks = line.get("eval", {}).pop("accuracy_thinks", None)  # none where no response thinks
+        assert accuracy_thinks is None or 0 <= accuracy_thinks <= 1
+        for value in leaves(line):
+            assert type(value) in (int, float) and math.isfinite(value)
+        assert {"sample", "reward", "update", "step"} <= line["seconds"].keys()
+        assert line["kl_ref"] >= 0 and line["kl_old"] >= 0  # k3 cannot be negative
+        assert line["entropy"] > 0 and line["grad_norm"] > 0 and line["tokens_per_second"] > 0
+        assert line["ratio"] == pytest.approx(1, abs=1e-5) and line["mismatch"] < 1e-5  # before the update
+        assert line["clip_fraction_low"] == line["clip_fraction_high"] == 0
+        assert line["skipped_updates"] == 0
+
+
+def test_what_is_logged_of_rewards_and_lengths_agrees_with_counting(finished):
+    out, _, rollouts = finished
+    task = ChainArithmetic()
+    for line, rollout in zip(metrics(out), rollouts, strict=True):
+        eos = task.tokenizer.eos_id
+        rows = [row.tolist() for row in rollout.tokens]
+        lengths = [row.index(eos) + 1 if eos in row else task.max_new_tokens for row in rows]
+        texts = [task.tokenizer.decode([i for i in row[:n] if i != eos]) for row, n in zip(rows, lengths, strict=True)]
+        rewards = [text_reward(task, None, text) for text in texts]
+        groups = [rewards[:4], rewards[4:]]
+        expected = {
+            "reward": statistics.mean(rewards),
+            "reward_std": statistics.pstdev(rewards),
+            "zero_variance_share": sum(len(set(group)) == 1 for group in groups) / 2,
+            "length": statistics.mean(lengths),
+            "length_max": max(lengths),
+            "truncated_share": sum(eos not in row for row in rows) / 8,
+            "thinks": sum(text.startswith("<") for text in texts) / 8,
+        }
+        assert {name: line[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+        tokens = line["tokens_per_second"] * line["seconds"]["sample"]
+        assert tokens == pytest.approx(sum(lengths), rel=1e-3)  # the seconds are rounded
+        for group, rows in ((groups[0], slice(0, 4)), (groups[1], slice(4, 8))):
+            z_scores = [(r - statistics.mean(group)) / (statistics.stdev(group) + 1e-4) for r in group]
+            assert rollout.advantages[rows].tolist() == pytest.approx(z_scores, abs=1e-5)
+
+
+def test_trap_h3_progress_and_responses_are_on_the_console_and_in_a_plain_file(finished):
+    out, console, rollouts = finished
+    for step in range(4):
+        assert f"step {step + 1:4d}/4  reward " in console
+    blocks = (out / "samples.txt").read_text().split("--- after ")[1:]
+    assert [block.split()[0] for block in blocks] == ["0", "2"]
+    task = ChainArithmetic()
+    for block, rollout in zip(blocks, (rollouts[0], rollouts[2]), strict=True):
+        lines = block.splitlines()[1:]
+        assert len(lines) == 8
+        for line, prompt, text in zip(lines, rollout.prompts, rollout.texts(task.tokenizer), strict=True):
+            assert line == f"{task.tokenizer.decode(prompt)} {text}   reward {text_reward(task, None, text):g}"
+        assert sum(line in console for line in lines) >= 2
+    assert "on 8 held-out problems" in console and "pass@4" in console and str(out) in console
+
+
+def test_the_entropy_that_is_logged_is_that_of_the_policy_that_sampled(train, monkeypatch):
+    generate, rollouts = Sampler.generate, []
+
+    def keep(self, prompts, **how):
+        rollouts.append(generate(self, prompts, **how))
+        return rollouts[-1]
+
+    monkeypatch.setattr(Sampler, "generate", keep)
+    out = train(steps=1, dtype="float64", temperature=0.5)
+    _, _, rollout, *_ = rollouts  # behind the two of the evaluation
+    task = ChainArithmetic()
+    policy = GPT(GPTConfig(task.tokenizer.vocab_size, width=16, layers=1, heads=2, max_context=40)).double()
+    policy.load_state_dict(weights(out, 0))
+    entropies = []
+    with torch.no_grad():
+        for prompt, row, n in zip(rollout.prompts, rollout.tokens, rollout.lengths.tolist(), strict=True):
+            ids = prompt + row[:n].tolist()
+            logits = policy(torch.tensor([ids]))[0] @ policy.head.T / 0.5
+            for position in range(len(prompt) - 1, len(ids) - 1):
+                p = logits[position].softmax(-1)
+                entropies.append(-float((p * p.log()).sum()))
+    assert metrics(out)[0]["entropy"] == pytest.approx(statistics.mean(entropies), rel=1e-9)
+
+
+# ---- the loss on-policy
+
+
+def test_trap_h3_the_loss_on_policy_is_zero_while_the_gradient_is_not(train):
+    """Advantages of a group sum to zero and every ratio is 1, so the sequence mean is 0: that says nothing about
+    learning."""
+    for line in metrics(train()):
+        assert abs(line["loss"]) <= 1e-6
+        assert line["grad_norm"] > 1e-3 and line["reward_std"] > 0
+
+
+def test_the_policy_learns_what_is_rewarded(train, monkeypatch):
+    """From scratch, without a warm start: answers that begin with a 7."""
+    monkeypatch.setattr(ChainArithmetic, "reward", lambda task, problem, response: float(response.startswith("7")))
+    lines = metrics(train(steps=30, warm_start_steps=0, max_new_tokens=2, prompts=4, group_size=16, learning_rate=0.01))
+    assert statistics.mean(line["reward"] for line in lines[:3]) < 0.2
+    assert statistics.mean(line["reward"] for line in lines[-3:]) > 0.8
+
+
+# ---- what changes the result, and what does not
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_another(train):
+    first, again, other = train(), train(), train(seed=1)
+    assert equal(weights(first), weights(again)) and not equal(weights(first), weights(other))
+    timeless = [
+        [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in metrics(out)]
+        for out in (first, again, other)
+    ]
+    assert timeless[0] == timeless[1] != timeless[2]
+
+
+def test_every_step_samples_with_random_numbers_of_its_own(train, monkeypatch):
+    """Weights and problems stay the same here, and the responses still differ."""
+    generate, sampled = Sampler.generate, []
+
+    def keep(self, prompts, *, sample_ids=None, **how):
+        rollout = generate(self, prompts, sample_ids=sample_ids, **how)
+        if sample_ids is not None:  # not an evaluation
+            sampled.extend(rollout.texts(ChainArithmetic.tokenizer))
+        return rollout
+
+    problems = ChainArithmetic().training_problems(1, "one")
+    monkeypatch.setattr(ChainArithmetic, "training_problems", lambda self, n, key: problems * n)
+    monkeypatch.setattr(Sampler, "generate", keep)
+    train(learning_rate=0, warm_start_steps=0)
+    long = [text for text in sampled if len(text) > 5]  # short ones may meet by chance
+    assert len(sampled) == 24 and len(long) > 8 and len(set(long)) == len(long)
+
+
+def test_the_largest_seed_is_a_seed(train):
+    train(seed=2**63 - 1, steps=1)
+
+
+def test_evaluating_and_saving_more_often_never_changes_the_weights(train):
+    assert equal(weights(train()), weights(train(eval_every=1, save_every=1, eval_problems=3)))
+
+
+def test_a_warm_start_from_the_cache_changes_nothing(train):
+    first = train()
+    assert len(list((first.parent / "warm_starts").iterdir())) == 1
+    again = train()
+    found = [json.loads((out / "summary.json").read_text())["warm_start_cached"] for out in (first, again)]
+    assert found == [False, True] and equal(weights(first), weights(again))
+
+
+def test_float64_is_the_type_of_weights_moments_and_loss(train):
+    out = train(dtype="float64")
+    assert {value.dtype for value in weights(out).values()} == {torch.float64}
+    moments = [
+        m for part in optimizer_state(out, 3) for state in part.values() for n, m in state.items() if n != "step"
+    ]
+    assert moments and {moment.dtype for moment in moments} == {torch.float64}
+    for line in metrics(out):
+        assert line["loss"] != 0 or line["reward_std"] == 0
+        assert abs(line["loss"]) < 1e-12 and line["mismatch"] < 1e-12
+
+
+def gradients_of_each_step(train, monkeypatch, **chosen) -> list[list[torch.Tensor]]:
+    """As they reach the optimizers, the weights being the same at each step: the learning rate is 0."""
+    kept = []
+
+    def keep(self, rate=1.0):
+        kept.append([weight.grad.clone() for weight in self.weights])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(train_grpo, "cached_warm_start", lambda *_, **__: False)
+        patched.setattr(Optimizers, "step", keep)
+        train(dtype="float64", learning_rate=0, eval_every=100, **chosen)
+    return kept
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+def test_the_micro_batch_size_never_changes_a_gradient(beta, train, monkeypatch):
+    whole = gradients_of_each_step(train, monkeypatch, beta=beta)
+    assert len(whole) == 3 and all(gradient.abs().max() > 0 for step in whole for gradient in step)
+    for micro_batch in (1, 3):
+        parts = gradients_of_each_step(train, monkeypatch, beta=beta, micro_batch=micro_batch)
+        for step, expected in zip(parts, whole, strict=True):
+            for gradient, all_at_once in zip(step, expected, strict=True):
+                assert torch.allclose(gradient, all_at_once, rtol=1e-9, atol=1e-13)
+
+
+def test_the_micro_batch_size_never_changes_metrics_or_weights(train):
+    runs = {size: train(dtype="float64", beta=0.04, steps=2, micro_batch=size) for size in (None, 1, 3)}
+    for size in (1, 3):
+        for line, expected in zip(metrics(runs[size]), metrics(runs[None]), strict=True):
+            for name in LOGGED - {"seconds", "tokens_per_second"}:
+                assert line[name] == pytest.approx(expected[name], rel=1e-8, abs=1e-12), name
+        for name, value in weights(runs[size]).items():
+            assert torch.allclose(value, weights(runs[None])[name], rtol=0, atol=1e-9)
+
+
+def test_the_learning_rate_is_constant_and_then_falls_to_almost_nothing(train):
+    rates = [line["learning_rate"] for line in metrics(train(steps=5, learning_rate=0.01))]
+    assert rates == pytest.approx([0.01, 0.01, 0.0075, 0.005, 0.0025])
+
+
+# ---- the reference
+
+
+def test_trap_f4_a_policy_cannot_be_its_own_reference():
+    policy = GPT(GPTConfig(5, width=8, layers=1, heads=2))
+    reference = frozen_copy(policy)
+    with pytest.raises(ValueError, match=r"policy and reference share the weight .*frozen_copy"):
+        require_separate(policy, policy)
+    reference.norm.weight = policy.norm.weight  # one shared weight is enough
+    with pytest.raises(ValueError, match=r"share the weight norm\.weight"):
+        require_separate(policy, reference)
+
+
+def test_trap_f4_a_reference_that_could_learn_is_an_error():
+    policy = GPT(GPTConfig(5, width=8, layers=1, heads=2))
+    reference = frozen_copy(policy)
+    reference.head_weight.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"head_weight is trainable"):
+        require_separate(policy, reference)
+
+
+def digest(model: GPT) -> int:
+    return zlib.crc32(b"".join(weight.detach().numpy().tobytes() for weight in model.state_dict().values()))
+
+
+def test_trap_f4_the_reference_is_a_copy_that_stays_as_it_is(train, monkeypatch):
+    seen = {}
+
+    def keep(policy):
+        seen.update(policy=policy, reference=frozen_copy(policy), before=digest(policy))
+        return seen["reference"]
+
+    monkeypatch.setattr(train_grpo, "frozen_copy", keep)
+    out = train(steps=5, beta=0.04)
+    policy, reference = seen["policy"], seen["reference"]
+    assert digest(reference) == seen["before"] != digest(policy)
+    assert not any(weight.requires_grad for weight in reference.parameters())
+    assert all(weight.grad is None for weight in reference.parameters())
+    storages = {weight.untyped_storage().data_ptr() for weight in policy.parameters()}
+    assert not storages & {weight.untyped_storage().data_ptr() for weight in reference.parameters()}
+    (warm_start,) = (out.parent / "warm_starts").iterdir()
+    assert equal(weights(out, model="reference"), load_file(warm_start))
+
+
+def test_trap_f4_the_kl_to_the_reference_is_exactly_0_before_the_first_update_and_positive_after_it(finished):
+    first, *rest = [line["kl_ref"] for line in metrics(finished[0])]
+    assert first == 0 and min(rest) > 0
+
+
+def test_trap_f4_the_reference_survives_a_resume(train, monkeypatch, tmp_path):
+    whole = train(steps=4, save_every=2, eval_every=2, beta=0.04)
+
+    evaluate, calls = train_grpo.evaluate, []
+
+    def crash(*arguments, **how):
+        calls.append(arguments)
+        if len(calls) == 2:  # after step 2 and its checkpoint
+            raise MemoryError("out of memory")
+        return evaluate(*arguments, **how)
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(train_grpo, "evaluate", crash)
+        train(steps=4, save_every=2, eval_every=2, beta=0.04)
+    out = tmp_path / "run-1"
+    assert checkpoint.latest(out / "checkpoint").name == "step_000002"
+    resume(out)
+    assert equal(weights(out, model="reference"), weights(whole, model="reference"))
+    assert equal(weights(out), weights(whole))
+    assert [line["kl_ref"] for line in metrics(out)] == [line["kl_ref"] for line in metrics(whole)]
+
+
+def test_without_beta_there_is_no_reference(train, monkeypatch):
+    monkeypatch.setattr(train_grpo, "frozen_copy", None)
+    out = train()
+    assert not (checkpoint.latest(out / "checkpoint") / "reference.safetensors").exists()
+    assert "kl_ref" not in metrics(out)[0]
+
+
+# ---- updates that are not finite
+
+
+def spoil(monkeypatch, bad_steps, how) -> None:
+    """The loss of the given steps (one micro-batch a step) is spoiled by `how`, which knows the true one."""
+    calls = iter(range(1000))
+
+    def loss(logprobs, old_logprobs, advantages, mask, *, denominator=None):
+        value, found = grpo_loss(logprobs, old_logprobs, advantages, mask, denominator=denominator)
+        return (how(value, logprobs) if next(calls) in bad_steps else value), found
+
+    monkeypatch.setitem(ALGORITHMS, "grpo", Algorithm(loss, advantage_scale="group", mean_over="sequences"))
+
+
+SPOILED = {
+    "loss nan": lambda loss, logprobs: loss * math.nan,
+    "loss inf": lambda loss, logprobs: loss + math.inf,
+    "gradient nan": lambda loss, logprobs: loss + (0 * (logprobs - logprobs.detach())).sum().sqrt(),  # 0 * inf
+    "gradient inf": lambda loss, logprobs: loss + (logprobs - logprobs.detach()).sum().sqrt(),  # slope of sqrt at 0
+}
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_an_update_that_is_not_finite_never_reaches_weights_or_moments(how, train, monkeypatch):
+    spoil(monkeypatch, {2}, SPOILED[how])
+    out = train(save_every=1)  # three steps, the last one spoiled
+    line = metrics(out)[2]
+    assert line["skipped_updates"] == 1 and (line["loss"] is None or line["grad_norm"] is None)
+    if how.startswith("gradient"):
+        assert line["loss"] is not None
+    assert equal(weights(out, 3), weights(out, 2))
+    assert equal(optimizer_state(out, 3), optimizer_state(out, 2)) and optimizer_state(out, 3)[0]
+
+
+def test_after_an_update_was_skipped_the_next_one_is_taken(train, monkeypatch):
+    spoil(monkeypatch, {1}, SPOILED["loss nan"])
+    out = train(save_every=1)
+    assert [line["skipped_updates"] for line in metrics(out)] == [0, 1, 1]
+    assert not equal(weights(out, 3), weights(out, 2))
+    assert all(value.isfinite().all() for value in weights(out).values())
+
+
+def test_one_bad_micro_batch_spoils_the_update_and_no_more(train, monkeypatch):
+    spoil(monkeypatch, {3}, SPOILED["gradient nan"])  # of the second step's two micro-batches the last one
+    out = train(save_every=1, micro_batch=4)
+    assert [line["skipped_updates"] for line in metrics(out)] == [0, 1, 1]
+    assert all(value.isfinite().all() for value in weights(out).values())
+
+
+def test_five_bad_updates_in_a_row_stop_the_run_and_keep_its_last_good_state(train, monkeypatch, tmp_path):
+    spoil(monkeypatch, {3, 4, 5, 6, 7}, SPOILED["loss nan"])
+    with pytest.raises(RunError, match=r"5 updates in a row had a loss or gradient that is not finite \(loss nan"):
+        train(steps=20, save_every=1)
+    out = tmp_path / "run-0"
+    assert [line["skipped_updates"] for line in metrics(out)] == [0, 0, 0, 1, 2, 3, 4]
+    assert checkpoint.latest(out / "checkpoint").name == "step_000007"
+    assert all(value.isfinite().all() for value in weights(out).values())
+
+
+def test_four_bad_updates_and_a_good_one_go_on(train, monkeypatch):
+    spoil(monkeypatch, {0, 1, 2, 3, 5, 6, 7, 8}, SPOILED["gradient inf"])
+    out = train(steps=10)
+    assert [line["skipped_updates"] for line in metrics(out)] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
+
+
+def test_a_resumed_run_still_counts_the_bad_updates_before_it(train, monkeypatch, tmp_path):
+    spoil(monkeypatch, {0, 1, 2, 3, 4}, SPOILED["loss nan"])
+    with pytest.raises(RunError):
+        train(steps=9, save_every=1)
+    spoil(monkeypatch, {0}, SPOILED["loss nan"])
+    with pytest.raises(RunError, match="5 updates in a row"):
+        resume(tmp_path / "run-0")
