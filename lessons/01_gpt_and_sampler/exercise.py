@@ -8,8 +8,6 @@ B rows, T tokens of a response, V tokens in the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import checks
 import torch
 from torch import Tensor
@@ -85,7 +83,7 @@ def rotate_new_tokens(x: Tensor, lengths: Tensor) -> Tensor:
     return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)
 
 
-def generate(next_tokens: Callable[[int], Tensor], rows: int, stop_id: int, max_new_tokens: int):
+def generate(next_tokens, rows: int, stop_id: int, max_new_tokens: int):
     """Responses of all rows, step by step; `next_tokens(t)` (B,) are the tokens that the model chose at step t.
     Returns tokens (B, T), 0 behind a row's end, and the mask (B, T): True up to and including the stop token.
 

@@ -6,7 +6,6 @@ python lessons/01_gpt_and_sampler/solution.py
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import checks
 import torch
@@ -66,7 +65,7 @@ def rotate_new_tokens(x: Tensor, lengths: Tensor) -> Tensor:
     return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)
 
 
-def generate(next_tokens: Callable[[int], Tensor], rows: int, stop_id: int, max_new_tokens: int):
+def generate(next_tokens, rows: int, stop_id: int, max_new_tokens: int):
     """The bug: a row was open whenever its newest token was no stop token. Once closed, it must stay closed."""
     tokens, mask = [], []
     open_ = torch.ones(rows, dtype=torch.bool)  # (B,) no stop token yet

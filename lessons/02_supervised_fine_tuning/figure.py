@@ -2,7 +2,7 @@
 
     python lessons/02_supervised_fine_tuning/figure.py
 
-Runs what is missing first: three ways of training (imitate.py) x three seeds, about 40 seconds each on one free core.
+Runs what is missing first: four ways of training (imitate.py) x three seeds, about 40 seconds each on one free core.
 What they showed is kept in runs/lesson_02; remove that folder to measure anew.
 """
 
@@ -18,7 +18,7 @@ import matplotlib
 matplotlib.use("Agg")  # no screen needed
 import matplotlib.pyplot as plt
 import torch
-from imitate import EXAMINED, STEPS, TASK, TRAINED_ON
+from imitate import EXAMINED, STEPS, TASK, WAYS
 from torch import Tensor
 
 from nanorl.evaluation import EVAL_SEED, evaluate
@@ -27,12 +27,12 @@ from nanorl.plots import GREEDY, SAMPLED
 from nanorl.rollout import Rollout
 from nanorl.sampler import Sampler
 from nanorl.scorer import score
-from nanorl.sft import MICRO_BATCH, warm_start
-from nanorl.tasks.chain import THINKING_SHARE
+from nanorl.sft import MICRO_BATCH
+from nanorl.tasks.chain import THINKING_SHARE, think
 
 RUNS = Path(__file__).resolve().parents[2] / "runs" / "lesson_02"
 SEEDS = range(3)
-LOSS_EVERY, LOSS_PROBLEMS = 10, 256  # steps between looks at the loss; held-out demonstrations for it
+LOSS_EVERY, LOSS_PROBLEMS = 10, 200  # steps between looks at the loss; held-out demonstrations for it
 THINK_EVERY, THINK_PROBLEMS = 20, 256  # steps between looks at the accuracy; held-out problems for it
 KINDS = {  # of the tokens of a demonstration: label, color
     "guessed": ("digit of a direct answer", "tab:red"),
@@ -46,10 +46,13 @@ COMMAND = "python lessons/02_supervised_fine_tuning/figure.py"
 
 
 def held_out_demonstrations() -> Rollout:
+    """Of which exactly THINKING_SHARE think, so that the loss of the choice has the floor it has in training."""
     problems = TASK.held_out_problems(LOSS_PROBLEMS)
+    shown = [think(problem.prompt) for problem in problems[: round(THINKING_SHARE * LOSS_PROBLEMS)]]
+    shown += [">"] * (LOSS_PROBLEMS - len(shown))
     return Rollout.from_responses(
         [TASK.tokenizer.encode_prompt(problem.prompt) for problem in problems],
-        [TASK.tokenizer.encode_response(TASK.demonstration(problem, "held out")) for problem in problems],
+        [TASK.tokenizer.encode_response(s + problem.answer) for s, problem in zip(shown, problems, strict=True)],
     )
 
 
@@ -79,6 +82,14 @@ def loss_by_kind(policy: GPT, shown: Rollout) -> dict[str, float]:
     return {kind: sums[kind] / counts[kind] for kind in KINDS}
 
 
+@torch.no_grad()
+def chance_to_think(policy: GPT) -> float:
+    """The probability of `<` behind a held-out prompt, mean over prompts: exact where a count of samples is not."""
+    prompts = torch.tensor([TASK.tokenizer.encode_prompt(p.prompt) for p in TASK.held_out_problems(EXAMINED)])
+    logits = policy(prompts)[:, -1] @ policy.head.T  # (EXAMINED, V)
+    return logits.softmax(-1)[:, TASK.tokenizer.encode("<")[0]].mean().item()
+
+
 def accuracy_from(policy: GPT, start: str, n: int) -> float:
     """On n held-out problems, sampled at temperature 1, when the response's first token is given."""
     problems = TASK.held_out_problems(n)
@@ -92,12 +103,12 @@ def accuracy_from(policy: GPT, start: str, n: int) -> float:
     return sum(TASK.reward(problem, start + text) for problem, text in zip(problems, texts, strict=True)) / n
 
 
-def run(trained_on: str, seed: int) -> dict:
+def run(way: str, seed: int) -> dict:
     """What one run showed, from runs/lesson_02 if it is there."""
-    path = RUNS / f"{trained_on.replace(' ', '_')}_{seed}.json"
+    path = RUNS / f"{way}_{seed}.json"
     if path.exists():
         return json.loads(path.read_text())
-    print(f"training on the {trained_on}, seed {seed} ...", flush=True)
+    print(f"{way}, seed {seed} ...", flush=True)
     policy, shown = imitate.new_policy(seed), held_out_demonstrations()
     result = {"loss": [], "by_kind": [], "thinking_right": []}
 
@@ -112,8 +123,9 @@ def run(trained_on: str, seed: int) -> dict:
         look(step + 1)
 
     look(0)
-    warm_start(policy, TRAINED_ON[trained_on], steps=STEPS, seed=seed, report=report)
+    imitate.imitate(policy, way, seed, report)
     result["evaluation"] = evaluate(policy, TASK, TASK.held_out_problems(EXAMINED), TASK.max_new_tokens)
+    result["evaluation"]["chance_to_think"] = chance_to_think(policy)
     result["by_start"] = {start: accuracy_from(policy, start, EXAMINED) for start in STARTS}
     RUNS.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result) + "\n")
@@ -126,17 +138,17 @@ def curve(axes, x: list[int], values: Tensor, color: str, label: str) -> None:
     axes.plot(x, values.mean(0), color=color, lw=2, label=label)
 
 
-def bars(axes, x: Tensor, values: Tensor, color: str, label: str | None = None) -> None:
+def bars(axes, x: Tensor, values: Tensor, color: str, width: float, label: str | None = None) -> None:
     """The mean as a bar, each seed as a point. values (seeds, bars)."""
-    drawn = axes.bar(x, values.mean(0), 0.36 if label else 0.7, color=color, label=label)
+    drawn = axes.bar(x, values.mean(0), width, color=color, label=label)
     axes.bar_label(drawn, fmt="%.2f", fontsize=9, padding=3)
     axes.plot(x.expand_as(values).flatten(), values.flatten(), "k.", ms=4)
 
 
 def draw(path: Path) -> None:
-    runs = {trained_on: [run(trained_on, seed) for seed in SEEDS] for trained_on in TRAINED_ON}
-    plain = runs["response"]
-    figure, ((loss, think), (stop, mixture)) = plt.subplots(2, 2, figsize=(11.5, 8))
+    runs = {way: [run(way, seed) for seed in SEEDS] for way in WAYS}
+    plain = runs["as-it-should-be"]
+    figure, ((loss, thinking), (mistakes, mixture)) = plt.subplots(2, 2, figsize=(11.5, 8))
 
     at = [point["step"] for point in plain[0]["by_kind"]]
     for kind, (label, color) in KINDS.items():
@@ -145,42 +157,54 @@ def draw(path: Path) -> None:
     loss.text(STEPS, CHOICE_FLOOR + 0.05, f"entropy of the 30/70 mixture: {CHOICE_FLOOR:.2f}", ha="right", fontsize=9)
     loss.set(ylabel="cross-entropy, held out (nats a token)", ylim=(0, 3), title="What the loss is made of")
 
-    styles = {"response": (SAMPLED, "loss on the response"), "prompt and response": (GREEDY, "prompt trained too")}
-    for trained_on, (color, label) in styles.items():
-        points = [r["thinking_right"] for r in runs[trained_on]]
-        curve(think, [step for step, _ in points[0]], torch.tensor([[a for _, a in p] for p in points]), color, label)
-    think.set(ylabel="accuracy when made to think", ylim=(0, 1.02), title="Training the prompt too changes little here")
+    for way, color, label in (
+        ("as-it-should-be", SAMPLED, "loss on the response"),
+        ("with-prompt", GREEDY, "prompt trained too"),
+    ):
+        points = [r["thinking_right"] for r in runs[way]]
+        curve(
+            thinking, [step for step, _ in points[0]], torch.tensor([[a for _, a in p] for p in points]), color, label
+        )
+    thinking.set(
+        ylabel="accuracy when made to think", ylim=(0, 1.02), title="Training the prompt too changes little here"
+    )
 
-    pairs = [("response", "stop token trained", SAMPLED), ("response without stop", "left out", "tab:red")]
-    names = {"truncated_share": "never ends", "accuracy": "right, sampled", "accuracy_thinks": "right when\nit thinks"}
-    for i, (trained_on, label, color) in enumerate(pairs):
-        values = torch.tensor([[r["evaluation"][name] for name in names] for r in runs[trained_on]])
-        bars(stop, torch.arange(len(names)) + 0.4 * i - 0.2, values, color, label)
-    stop.set_xticks(range(len(names)), list(names.values()))
-    stop.set(ylabel="share of 512 responses", title="Without the stop token no response ends")
+    names = {"truncated_share": "never ends", "chance_to_think": "thinks\n(probability)", "accuracy": "is right"}
+    for i, (way, color, label) in enumerate(
+        (
+            ("as-it-should-be", SAMPLED, "as it should be"),
+            ("without-stop", "tab:red", "stop token not shown"),
+            ("own-means", "tab:purple", "a mean for each micro-batch"),
+        )
+    ):
+        values = torch.tensor([[r["evaluation"][name] for name in names] for r in runs[way]])
+        bars(mistakes, torch.arange(len(names)) + 0.27 * (i - 1), values, color, 0.24, label)
+    mistakes.set_xticks(range(len(names)), list(names.values()))
+    mistakes.set(ylabel="share of 512 responses", title="Two mistakes that no loss curve shows")
 
-    values = [[r["evaluation"][n] for n in ("thinks", "accuracy", "accuracy_greedy")] for r in plain]
+    values = [[r["evaluation"][n] for n in ("chance_to_think", "accuracy", "accuracy_greedy")] for r in plain]
     values = torch.tensor([v + [r["by_start"][start] for start in STARTS] for v, r in zip(values, plain, strict=True)])
-    bars(mixture, torch.arange(5), values, SAMPLED)
+    bars(mixture, torch.arange(5), values, SAMPLED, 0.7)
     mixture.patches[0].set_color("0.6")
     mixture.axhline(THINKING_SHARE, xmin=0.02, xmax=0.18, color="k", ls=":", lw=1.5)
     mixture.set_xticks(
-        range(5), ["thinks", "right,\nsampled", "right,\ngreedy", *(f"right,\n{s}" for s in STARTS.values())]
+        range(5),
+        ["thinks\n(probability)", "right,\nsampled", "right,\ngreedy", *(f"right,\n{s}" for s in STARTS.values())],
     )
     mixture.set(ylabel="share of 512 responses", title="It imitates the mixture; thinking would be right")
 
-    for axes in (loss, think):
+    for axes in (loss, thinking):
         axes.set(xlabel="step (updates)")
         axes.legend(loc="center right" if axes is loss else "upper left", fontsize=9)
-    stop.legend(loc="upper right", fontsize=9)
-    for axes in (stop, mixture):
+    mistakes.legend(loc="upper right", fontsize=9)
+    for axes in (mistakes, mixture):
         axes.set_ylim(0, 1.12)
-    for axes in (loss, think, stop, mixture):
+    for axes in (loss, thinking, mistakes, mixture):
         axes.grid(alpha=0.3)
         axes.set_axisbelow(True)
     sampled, made_to_think = values[:, 1].mean(), values[:, 3].mean()
     figure.suptitle(
-        f"Imitation learns to think ({made_to_think:.2f} right), not that thinking is better ({sampled:.2f} right overall)"
+        f"Imitation learns to think ({made_to_think:.2f} right), not that it is better ({sampled:.2f} right in all)"
     )
     figure.text(
         0.5,
@@ -197,20 +221,24 @@ def draw(path: Path) -> None:
 
 def report_numbers(runs: dict[str, list[dict]]) -> None:
     """What README.md quotes."""
-    names = ["accuracy", "accuracy_greedy", "thinks", "accuracy_thinks", "mean_length", "truncated_share"]
-    for trained_on, results in runs.items():
+    names = ["accuracy", "accuracy_greedy", "chance_to_think", "accuracy_thinks", "mean_length", "truncated_share"]
+    for way, results in runs.items():
         for seed, r in zip(SEEDS, results, strict=True):
             shown = "  ".join(f"{name} {r['evaluation'][name]:.3f}" for name in names)
-            starts = "  ".join(f"{start} {share:.3f}" for start, share in r["by_start"].items())
-            print(f"{trained_on}, seed {seed}: {shown}  from {starts}  last losses {sum(r['loss'][-20:]) / 20:.3f}")
-        if trained_on == "response":
-            for point in zip(*(r["by_kind"] for r in results), strict=True):
-                if point[0]["step"] % 40 == 0 or point is results:
-                    means = {kind: sum(p[kind] for p in point) / len(point) for kind in KINDS}
-                    print(point[0]["step"], "  ".join(f"{kind} {value:.3f}" for kind, value in means.items()))
-        if trained_on != "response without stop":
-            for step in zip(*(r["thinking_right"] for r in results), strict=True):
-                print(step[0][0], " ".join(f"{share:.2f}" for _, share in step))
+            starts = "  ".join(f"from {start} {share:.3f}" for start, share in r["by_start"].items())
+            print(f"{way}, seed {seed}: {shown}  {starts}  loss of the last 20 steps {sum(r['loss'][-20:]) / 20:.3f}")
+        print(
+            "    step: made to think, right  "
+            + ", ".join(
+                f"{step[0][0]}: " + " ".join(f"{share:.2f}" for _, share in step)
+                for step in zip(*(r["thinking_right"] for r in results), strict=True)
+            )
+        )
+    print("loss by kind, mean over seeds")
+    for point in zip(*(r["by_kind"] for r in runs["as-it-should-be"]), strict=True):
+        if point[0]["step"] % 40 == 0:
+            means = (f"{kind} {sum(p[kind] for p in point) / len(point):.3f}" for kind in KINDS)
+            print(f"    {point[0]['step']:3d}  " + "  ".join(means))
 
 
 if __name__ == "__main__":

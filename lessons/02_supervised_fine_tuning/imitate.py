@@ -1,29 +1,36 @@
 """Supervised fine-tuning of a fresh GPT on chain arithmetic, and what becomes of it when one thing about it is changed.
 
-python lessons/02_supervised_fine_tuning/imitate.py                            less than a minute on one core
-python lessons/02_supervised_fine_tuning/imitate.py "response without stop"
-python lessons/02_supervised_fine_tuning/imitate.py "prompt and response"
+    python lessons/02_supervised_fine_tuning/imitate.py                  less than a minute on one core
+    python lessons/02_supervised_fine_tuning/imitate.py without-stop
+    python lessons/02_supervised_fine_tuning/imitate.py with-prompt
+    python lessons/02_supervised_fine_tuning/imitate.py own-means
+
+The first is what train_grpo.py does before its first update.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
+from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # train_grpo.py, and nanorl if it is not installed
 
+from nanorl import sft
 from nanorl.evaluation import evaluate
+from nanorl.losses.aggregate import token_mean
 from nanorl.model import GPT, GPTConfig
 from nanorl.sampler import Sampler
-from nanorl.sft import warm_start
 from nanorl.tasks.chain import ChainArithmetic
 from nanorl.tasks.task import Problem
 from nanorl.tokenizer import Tokenizer
 from train_grpo import Config
 
-STEPS = Config().warm_start_steps  # as train_grpo.py does before its first update
+STEPS = Config().warm_start_steps
 TASK = ChainArithmetic()
 EXAMINED = 512  # held-out problems
 
@@ -50,7 +57,17 @@ class WithPrompt(ChainArithmetic):
         return problem.answer
 
 
-TRAINED_ON = {"response": TASK, "response without stop": WithoutStop(), "prompt and response": WithPrompt()}
+def own_mean(values: Tensor, mask: Tensor, denominator: int) -> Tensor:
+    """Each micro-batch takes the mean over its own tokens; the loss is the mean of those means."""
+    return token_mean(values, mask) / (sft.BATCH / sft.MICRO_BATCH)
+
+
+WAYS = {
+    "as-it-should-be": (TASK, token_mean),
+    "without-stop": (WithoutStop(), token_mean),
+    "with-prompt": (WithPrompt(), token_mean),
+    "own-means": (TASK, own_mean),
+}
 
 
 def new_policy(seed: int) -> GPT:
@@ -59,15 +76,22 @@ def new_policy(seed: int) -> GPT:
     return GPT(GPTConfig(vocab_size=TASK.tokenizer.vocab_size, max_context=context))
 
 
-def main(trained_on: str = "response") -> None:
+def imitate(policy: GPT, way: str, seed: int, report: Callable[[int, float], None], *, steps: int = STEPS) -> None:
+    """The library's warm start, with the task or the mean that this way of training has."""
+    task, mean = WAYS[way]
+    with mock.patch.object(sft, "token_mean", mean):
+        sft.warm_start(policy, task, steps=steps, seed=seed, report=report)
+
+
+def main(way: str = "as-it-should-be") -> None:
     def report(step: int, loss: float) -> None:
         if step == 0 or (step + 1) % 40 == 0:
             print(f"step {step + 1:3d}/{STEPS}  loss {loss:.3f} nats a token")
 
-    if trained_on not in TRAINED_ON:
-        sys.exit(f"train on one of {', '.join(map(repr, TRAINED_ON))}, not on {trained_on!r}")
+    if way not in WAYS:
+        sys.exit(f"there is no way of training {way!r}: choose one of {', '.join(WAYS)}")
     policy = new_policy(seed=0)
-    warm_start(policy, TRAINED_ON[trained_on], steps=STEPS, seed=0, report=report)
+    imitate(policy, way, 0, report)
     problems = TASK.held_out_problems(EXAMINED)
     found = evaluate(policy, TASK, problems, TASK.max_new_tokens)
     for name in ("accuracy", "accuracy_greedy", "thinks", "accuracy_thinks", "mean_length", "truncated_share"):
