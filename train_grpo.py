@@ -1,11 +1,11 @@
 """GRPO and its relatives on a task with verifiable rewards, from a warm start to a model that has learned to reason.
 
-    python train_grpo.py                      chain arithmetic, about a minute on two cores
+    python train_grpo.py                      chain arithmetic, about a minute on one core
     python train_grpo.py --help               every option
 
 Sample a group of responses to each prompt, reward them, call a response's z-score in its group its advantage, and make
-better ones likelier. What it simplifies: one update a batch of rollouts, all on one device, a task small enough to
-need no data.
+better ones likelier. What it simplifies: everything runs on one device, sampling and training take turns, and the
+task is small enough to need no data. The optimizer is Muon with AdamW (nanorl/optimizers.py).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from nanorl.options import (
     choose,
     choose_device,
     command_line,
+    describe_machine,
     seed_generators,
 )
 from nanorl.plots import draw_curves
@@ -55,7 +56,7 @@ class Config:
     """Folder for everything the run writes. Default: runs/grpo-N, the next free N."""
     seed: int = 0
     """Of weights, problems and samples."""
-    steps: int = 120
+    steps: int = 80
     """Updates of the policy. A resumed run may be given another number: the learning rate then follows that."""
     algo: str = "grpo"
     """Algorithm: a row of nanorl/algorithms.py."""
@@ -65,6 +66,8 @@ class Config:
     """Problems a step."""
     group_size: int = 8
     """Responses to each problem."""
+    epochs: int = 1
+    """Updates on each batch of rollouts. From the second on they come from an older policy; the ratio corrects that."""
     micro_batch: int | None = None
     """Responses scored at a time; it changes memory, not the result. Default: all."""
     temperature: float = 1.0
@@ -74,9 +77,9 @@ class Config:
     learning_rate: float = 1e-3
     """Constant, then linearly to 0 over the last 80 % of the steps."""
     clip_low: float | None = None
-    """The ratio is clipped below 1 - clip_low. Default: the algorithm's."""
+    """The ratio is clipped below 1 - clip_low; it acts from the second epoch on. Default: the algorithm's."""
     clip_high: float | None = None
-    """The ratio is clipped above 1 + clip_high. Default: the algorithm's."""
+    """The ratio is clipped above 1 + clip_high; it acts from the second epoch on. Default: the algorithm's."""
     importance_cap: float | None = None
     """Correct for the mismatch of sampler and scorer: advantages are multiplied by pi_old / pi_sampler, at most this.
     Default: no correction."""
@@ -88,7 +91,7 @@ class Config:
     """Of the transformer."""
     heads: int = 4
     """Of the transformer's attention."""
-    warm_start_steps: int = 360
+    warm_start_steps: int = 380
     """Supervised steps on demonstrations before the first update; kept beside the run for the next one."""
     eval_every: int = 20
     """Steps between evaluations on held-out problems."""
@@ -100,6 +103,8 @@ class Config:
     """Continue the run in --out (default: the newest in runs/) from its last checkpoint."""
     device: str = "auto"
     """cpu, cuda, or auto: the GPU if there is one."""
+    threads: int = 1
+    """Of the CPU. At the default size a second one gains a quarter, and loses tenfold while anything else runs."""
     dtype: str = "float32"
     """Of weights and arithmetic: float32, float64 or bfloat16 (with float32 master weights and log-probs)."""
 
@@ -109,12 +114,15 @@ def main(config: Config) -> dict:
     task = choose("task", config.task, TASKS)()
     dtype = choose("dtype", config.dtype, DTYPES)
     device = choose_device(config.device)
-    at_least(config, seed=0, steps=1, prompts=1, group_size=2, micro_batch=1, temperature=1e-3, max_new_tokens=1)
+    at_least(config, seed=0, steps=1, prompts=1, group_size=2, epochs=1, micro_batch=1, temperature=1e-3)
     at_least(config, learning_rate=0, clip_low=0, clip_high=0, beta=0, width=1, layers=1, heads=1, warm_start_steps=0)
-    at_least(config, eval_every=1, eval_problems=1, save_every=1, importance_cap=0.1)
-    rescored = dtype == torch.bfloat16 or config.importance_cap is not None  # whose log-probs are the old ones
+    at_least(config, max_new_tokens=1, eval_every=1, eval_problems=1, save_every=1, threads=1, importance_cap=0.1)
+    # Whose log-probs are the old ones: the sampler's, unless the policy is scored more than once, or in bfloat16, where
+    # the two differ by 0.007 a token, or to correct for just that difference.
+    rescored = config.epochs > 1 or dtype == torch.bfloat16 or config.importance_cap is not None
     at_most(config, seed=MAX_SEED, clip_low=1)
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
+    torch.set_num_threads(config.threads)
     seed_generators(config.seed)
     with checking_options():
         shape = GPTConfig(
@@ -124,6 +132,7 @@ def main(config: Config) -> dict:
             heads=config.heads,
             max_context=task.max_prompt_tokens + max(max_new_tokens, task.max_new_tokens),
         )
+        algorithm.chosen(beta=config.beta or None, clip_low=config.clip_low, clip_high=config.clip_high)
     policy = GPT(shape).to(device, dtype)
 
     with Run(config) as run:
@@ -140,6 +149,7 @@ def main(config: Config) -> dict:
         reference = frozen_copy(policy) if config.beta > 0 else None
         optimizers = Optimizers(policy, config.learning_rate)
         run.track(optimizers, policy=policy, **({"reference": reference} if reference else {}))
+        run.say(describe_machine(policy))
         sampler = Sampler(policy)
         held_out = task.held_out_problems(config.eval_problems)
         rows = config.prompts * config.group_size  # B, responses a step
@@ -161,7 +171,7 @@ def main(config: Config) -> dict:
                     stop_ids=[task.tokenizer.eos_id],
                     temperature=config.temperature,
                     seed=config.seed,
-                    sample_ids=range(step * rows, (step + 1) * rows),
+                    sample_ids=range(step * rows, (step + 1) * rows),  # new random numbers in every step
                 )
 
             with run.phase("reward"):
@@ -170,43 +180,49 @@ def main(config: Config) -> dict:
                 rollout.advantages = group_advantages(
                     rollout.rewards, rollout.groups, scale=algorithm.advantage_scale, valid=rollout.mask.any(1)
                 )
+                rollout.old_logprobs = rollout.behavior_logprobs
 
             with run.phase("update"):
                 denominator = algorithm.denominator(rollout.mask)  # of the whole batch, whatever the micro-batches
-                loss, means = torch.zeros((), device=device, dtype=dtype), TokenMeans()
-                optimizers.zero_grad()
-                for part in rollout.split(config.micro_batch):
-                    logprobs, entropy = score(policy, part)  # (b, T), (b, T)
-                    if reference is not None:
-                        with torch.no_grad():
-                            part.ref_logprobs, _ = score(reference, part)
-                    options = algorithm.accepted(
-                        ref_logprobs=part.ref_logprobs,
-                        beta=config.beta,
-                        clip_low=config.clip_low,
-                        clip_high=config.clip_high,
-                        denominator=denominator,
-                    )
-                    # With one update a rollout the policy that sampled is the one being scored. In bfloat16 the two
-                    # passes round differently, by 0.007 a token, so the old log-probs are then those scored.
-                    old_logprobs = logprobs.detach() if rescored else part.behavior_logprobs
-                    advantages = part.advantages  # (b,)
-                    if config.importance_cap is not None:
-                        weights = importance_weights(
-                            old_logprobs, part.behavior_logprobs, part.mask, cap=config.importance_cap
-                        )
-                        advantages = advantages[:, None] * weights  # (b, T)
-                    part_loss, metrics = algorithm.loss(logprobs, old_logprobs, advantages, part.mask, **options)
-                    part_loss.backward()
-                    loss += part_loss.detach()
-                    means.add(metrics | token_metrics(logprobs, entropy, part), token_count(part.mask))
                 rate = schedule(step, config.steps, decay=DECAY)
-                grad_norm = optimizers.update(loss, rate)
+                before, means = TokenMeans(), TokenMeans()
+                parts = list(rollout.split(config.micro_batch))
+                for epoch in range(config.epochs):
+                    loss = torch.zeros((), device=device, dtype=rollout.rewards.dtype)
+                    optimizers.zero_grad()
+                    for part in parts:
+                        logprobs, entropy = score(policy, part)  # (b, T), (b, T)
+                        if epoch == 0:
+                            before.add(token_metrics(logprobs, entropy, part), token_count(part.mask))
+                            if rescored:
+                                part.old_logprobs = logprobs.detach()
+                            if config.importance_cap is not None:
+                                weights = importance_weights(
+                                    part.old_logprobs, part.behavior_logprobs, part.mask, cap=config.importance_cap
+                                )
+                                part.advantages = part.advantages[:, None] * weights  # (b, T)
+                            if reference is not None:
+                                with torch.no_grad():
+                                    part.ref_logprobs, _ = score(reference, part)
+                        options = algorithm.chosen(
+                            ref_logprobs=part.ref_logprobs,
+                            beta=config.beta or None,
+                            clip_low=config.clip_low,
+                            clip_high=config.clip_high,
+                        )
+                        part_loss, metrics = algorithm.loss(
+                            logprobs, part.old_logprobs, part.advantages, part.mask, denominator=denominator, **options
+                        )
+                        part_loss.backward()
+                        loss += part_loss.detach()
+                        means.add(metrics, token_count(part.mask))
+                    grad_norm = optimizers.update(loss, rate)
 
             run.log(
                 step,
                 {
                     **rollout_metrics(rollout, described),
+                    **before.result(),
                     **means.result(),
                     "loss": loss.item(),
                     "grad_norm": grad_norm.item(),

@@ -23,10 +23,13 @@ class Algorithm:
         """Of the whole batch, mask (B, T): handed to each micro-batch's loss."""
         return max(1, token_count(mask) if self.mean_over == "tokens" else sequence_count(mask))
 
-    def accepted(self, **options) -> dict:
-        """Those of the options that the loss names in its signature and that are set."""
-        names = inspect.signature(self.loss).parameters
-        return {name: value for name, value in options.items() if name in names and value is not None}
+    def chosen(self, **options) -> dict:
+        """The options that are set (not None). Raises ValueError for one that is not in the loss's signature."""
+        options = {name: value for name, value in options.items() if value is not None}
+        unknown = [name for name in options if name not in inspect.signature(self.loss).parameters]
+        if unknown:
+            raise ValueError(f"{self.loss.__name__} has no {' and no '.join(unknown)}: leave it away")
+        return options
 
 
 ALGORITHMS = {

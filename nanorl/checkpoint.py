@@ -1,6 +1,7 @@
 """Checkpoints that are whole or absent: written beside, synced to disk, then renamed into place.
 
     checkpoint/step_000040/policy.safetensors   weights of each model, by name
+    checkpoint/step_000040/policy.json          and its shape
     checkpoint/step_000040/training.pt          optimizer moments, random number generators, counters
     checkpoint/step_000000                      the state before training, always kept: samples.html compares with it
 
@@ -9,6 +10,8 @@ A writer that is killed leaves a folder whose name starts with `.partial`, which
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import random
 import shutil
@@ -18,6 +21,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+
+from nanorl.model import GPT, GPTConfig
 
 KEPT = 2  # checkpoints: the newest and the one before it; and the first
 FIRST = "step_000000"
@@ -36,9 +41,9 @@ def save(folder: Path, step: int, models: dict[str, nn.Module], training: dict) 
     partial = folder / f"{PARTIAL}_{final.name}"
     partial.mkdir()
     for name, model in models.items():
-        save_file(
-            {key: value.contiguous() for key, value in model.state_dict().items()}, partial / f"{name}.safetensors"
-        )
+        weights = {key: value.contiguous() for key, value in model.state_dict().items()}
+        save_file(weights, partial / f"{name}.safetensors")
+        (partial / f"{name}.json").write_text(json.dumps(dataclasses.asdict(model.config)))
     torch.save(training, partial / "training.pt")
     for path in [*partial.iterdir(), partial]:
         sync(path)
@@ -80,6 +85,14 @@ def load(checkpoint: Path, models: dict[str, nn.Module]) -> dict:
     for name, model in models.items():
         model.load_state_dict(load_file(checkpoint / f"{name}.safetensors"))
     return torch.load(checkpoint / "training.pt", map_location="cpu", weights_only=True)
+
+
+def load_model(checkpoint: Path, name: str = "policy") -> GPT:
+    """A model of a checkpoint by itself, to be used."""
+    model = GPT(GPTConfig(**json.loads((checkpoint / f"{name}.json").read_text())))
+    weights = load_file(checkpoint / f"{name}.safetensors")
+    model.to(next(iter(weights.values())).dtype).load_state_dict(weights)
+    return model
 
 
 def random_state() -> dict:

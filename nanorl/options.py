@@ -52,7 +52,7 @@ def command_line(config_class: type[Config], description: str | None, main, argv
 def parse(config_class: type[Config], description: str | None, argv: list[str]) -> Config:
     """Options as a `config_class`. With --resume, options not given are those the run was started with."""
     config = tyro.cli(config_class, args=argv, description=description)
-    if not config.resume:
+    if not getattr(config, "resume", False):
         return config
     out = Path(config.out) if config.out else newest_run(config.name)
     if not (out / "config.json").exists():
@@ -121,6 +121,13 @@ def choose_device(name: str) -> torch.device:
             f"--device {name} cannot be used here ({str(error).splitlines()[0]}): try --device cpu"
         ) from None
     return device
+
+
+def describe_machine(model: torch.nn.Module) -> str:
+    weights = sum(weight.numel() for weight in model.parameters())
+    where = next(model.parameters())
+    threads = f", {torch.get_num_threads()} threads" if where.device.type == "cpu" else ""
+    return f"{weights / 1e6:.2f} M weights in {str(where.dtype).removeprefix('torch.')} on {where.device}{threads}"
 
 
 def seed_generators(seed: int) -> None:

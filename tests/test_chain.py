@@ -112,7 +112,7 @@ def test_a_demonstration_thinks_or_answers_at_once_with_an_empty_thought():
 def test_about_three_demonstrations_in_ten_think():
     problems = TASK.training_problems(4000, "many")
     share = sum(TASK.demonstration(problem, "many").startswith("<") for problem in problems) / 4000
-    assert abs(share - 0.3) < 0.022  # three standard deviations
+    assert abs(share - 0.28) < 0.022  # three standard deviations
 
 
 def test_a_demonstration_depends_on_problem_and_key_alone():

@@ -170,9 +170,9 @@ def test_trap_f1_wherever_a_writer_is_killed_the_newest_checkpoint_is_whole(tmp_
         save(folder, 4)  # the run that is resumed cleans up
         assert_whole(checkpoint.latest(folder), 4)
         assert not partial_folders(folder)
-    # weights, counters, three syncs and the renaming before the new one counts; the folder's sync and removal after it
-    assert survivors == ([2] * 5 + [3] * 3 if after else [2] * 6 + [3] * 2)
-    assert len(done) == 8
+    # weights, counters, four syncs and the renaming before the new one counts; the folder's sync and removal after it
+    assert survivors == ([2] * 6 + [3] * 3 if after else [2] * 7 + [3] * 2)
+    assert len(done) == 9
 
 
 def test_every_file_is_on_the_disk_before_the_checkpoint_counts(tmp_path, monkeypatch):
@@ -180,7 +180,7 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_counts(tmp_path, monkey
     rename = os.rename
 
     def check_then_rename(partial, final):
-        assert {path.name for path in partial.iterdir()} == {"policy.safetensors", "training.pt"}
+        assert {path.name for path in partial.iterdir()} == {"policy.safetensors", "policy.json", "training.pt"}
         assert set(synced) == {partial, *partial.iterdir()}
         rename(partial, final)
 
@@ -228,3 +228,11 @@ def test_loading_a_checkpoint_runs_no_code_hidden_in_it(tmp_path):
     with pytest.raises(Exception, match=r"[Ww]eights.only"):
         checkpoint.load(path, {})
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_model_of_a_checkpoint_can_be_loaded_by_itself(tmp_path):
+    model = small_model(4)
+    path = checkpoint.save(tmp_path, 1, {"policy": model}, {})
+    loaded = checkpoint.load_model(path)
+    assert loaded.config == model.config
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())

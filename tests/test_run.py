@@ -242,7 +242,8 @@ def test_the_undisturbed_run_trains_and_draws_from_every_generator(undisturbed):
     assert all(line["grad_norm"] > 0 for line in end["metrics"])
     assert len({line["learning_rate"] for line in end["metrics"]}) > 2
     assert list(end["sampled"]) == list(range(0, 4 * STEPS, 4))
-    moments = [value for part in end["training"]["optimizers"]["parts"] for state in part["state"].values() for value in state]
+    parts = end["training"]["optimizers"]["parts"]
+    moments = [value for part in parts for state in part["state"].values() for value in state]
     assert {"momentum", "exp_avg", "exp_avg_sq"} <= set(moments)
     assert end["checkpoint"] == f"step_{STEPS:06d}"
 

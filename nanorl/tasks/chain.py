@@ -16,7 +16,7 @@ from nanorl.tasks.task import Problem
 from nanorl.tokenizer import Tokenizer
 
 NUMBERS = 6  # in a chain
-THINKING_SHARE = 0.3  # of the demonstrations
+THINKING_SHARE = 0.28  # of the demonstrations
 OPERATIONS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 
 
