@@ -140,8 +140,9 @@ def curve(axes, x: list[int], values: Tensor, color: str, label: str) -> None:
 
 def bars(axes, x: Tensor, values: Tensor, color: str, width: float, label: str | None = None) -> None:
     """The mean as a bar, each seed as a point. values (seeds, bars)."""
-    drawn = axes.bar(x, values.mean(0), width, color=color, label=label)
-    axes.bar_label(drawn, fmt="%.2f", fontsize=9, padding=3)
+    axes.bar(x, values.mean(0), width, color=color, label=label)
+    for place, mean, top in zip(x.tolist(), values.mean(0).tolist(), values.amax(0).tolist(), strict=True):
+        axes.text(place, top + 0.02, f"{mean:.2f}", ha="center", fontsize=9)
     axes.plot(x.expand_as(values).flatten(), values.flatten(), "k.", ms=4)
 
 
@@ -180,7 +181,7 @@ def draw(path: Path) -> None:
         values = torch.tensor([[r["evaluation"][name] for name in names] for r in runs[way]])
         bars(mistakes, torch.arange(len(names)) + 0.27 * (i - 1), values, color, 0.24, label)
     mistakes.set_xticks(range(len(names)), list(names.values()))
-    mistakes.set(ylabel="share of 512 responses", title="Two mistakes that no loss curve shows")
+    mistakes.set(ylabel="share of 512 responses", title="Two mistakes, one line each")
 
     values = [[r["evaluation"][n] for n in ("chance_to_think", "accuracy", "accuracy_greedy")] for r in plain]
     values = torch.tensor([v + [r["by_start"][start] for start in STARTS] for v, r in zip(values, plain, strict=True)])
@@ -204,7 +205,7 @@ def draw(path: Path) -> None:
         axes.set_axisbelow(True)
     sampled, made_to_think = values[:, 1].mean(), values[:, 3].mean()
     figure.suptitle(
-        f"Imitation learns to think ({made_to_think:.2f} right), not that it is better ({sampled:.2f} right in all)"
+        f"Imitation learns how to think ({made_to_think:.2f} right), not that it pays ({sampled:.2f} right in all)"
     )
     figure.text(
         0.5,
