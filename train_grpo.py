@@ -15,7 +15,8 @@ from typing import ClassVar
 
 import torch
 
-from nanorl.advantages import group_advantages
+from nanorl import checkpoint, viewer
+from nanorl.advantages import group_advantages, importance_weights
 from nanorl.algorithms import ALGORITHMS
 from nanorl.batch_metrics import TokenMeans, rollout_metrics, token_metrics
 from nanorl.evaluation import describe_evaluation, evaluate, grade, sample_lines
@@ -79,6 +80,9 @@ class Config:
     """The ratio is clipped below 1 - clip_low; it acts from the second epoch on. Default: the algorithm's."""
     clip_high: float | None = None
     """The ratio is clipped above 1 + clip_high; it acts from the second epoch on. Default: the algorithm's."""
+    importance_cap: float | None = None
+    """Correct for the mismatch of sampler and scorer: advantages are multiplied by pi_old / pi_sampler, at most this.
+    Default: no correction."""
     beta: float = 0.0
     """Weight of KL(policy || warm start) in the loss; above 0 a frozen reference is kept."""
     width: int = 96
@@ -102,7 +106,7 @@ class Config:
     threads: int = 1
     """Of the CPU. At the default size a second one gains a quarter, and loses tenfold while anything else runs."""
     dtype: str = "float32"
-    """Of weights and arithmetic: float32 or float64."""
+    """Of weights and arithmetic: float32, float64 or bfloat16 (with float32 master weights and log-probs)."""
 
 
 def main(config: Config) -> dict:
@@ -112,7 +116,10 @@ def main(config: Config) -> dict:
     device = choose_device(config.device)
     at_least(config, seed=0, steps=1, prompts=1, group_size=2, epochs=1, micro_batch=1, temperature=1e-3)
     at_least(config, learning_rate=0, clip_low=0, clip_high=0, beta=0, width=1, layers=1, heads=1, warm_start_steps=0)
-    at_least(config, max_new_tokens=1, eval_every=1, eval_problems=1, save_every=1, threads=1)
+    at_least(config, max_new_tokens=1, eval_every=1, eval_problems=1, save_every=1, threads=1, importance_cap=0.1)
+    # Whose log-probs are the old ones: the sampler's, unless the policy is scored more than once, or in bfloat16, where
+    # the two differ by 0.007 a token, or to correct for just that difference.
+    rescored = config.epochs > 1 or dtype == torch.bfloat16 or config.importance_cap is not None
     at_most(config, seed=MAX_SEED, clip_low=1)
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
     torch.set_num_threads(config.threads)
@@ -169,7 +176,7 @@ def main(config: Config) -> dict:
 
             with run.phase("reward"):
                 rewards, described = grade(task, problems, rollout)
-                rollout.rewards = torch.tensor(rewards, dtype=dtype, device=device)  # (B,)
+                rollout.rewards = torch.tensor(rewards, dtype=rollout.behavior_logprobs.dtype, device=device)  # (B,)
                 rollout.advantages = group_advantages(
                     rollout.rewards, rollout.groups, scale=algorithm.advantage_scale, valid=rollout.mask.any(1)
                 )
@@ -181,14 +188,19 @@ def main(config: Config) -> dict:
                 before, means = TokenMeans(), TokenMeans()
                 parts = list(rollout.split(config.micro_batch))
                 for epoch in range(config.epochs):
-                    loss = torch.zeros((), device=device, dtype=dtype)
+                    loss = torch.zeros((), device=device, dtype=rollout.rewards.dtype)
                     optimizers.zero_grad()
                     for part in parts:
                         logprobs, entropy = score(policy, part)  # (b, T), (b, T)
                         if epoch == 0:
                             before.add(token_metrics(logprobs, entropy, part), token_count(part.mask))
-                            if config.epochs > 1:  # the ratio then compares log-probs of one and the same computation
+                            if rescored:
                                 part.old_logprobs = logprobs.detach()
+                            if config.importance_cap is not None:
+                                weights = importance_weights(
+                                    part.old_logprobs, part.behavior_logprobs, part.mask, cap=config.importance_cap
+                                )
+                                part.advantages = part.advantages[:, None] * weights  # (b, T)
                             if reference is not None:
                                 with torch.no_grad():
                                     part.ref_logprobs, _ = score(reference, part)
@@ -227,8 +239,23 @@ def main(config: Config) -> dict:
             eval_after = evaluate(policy, task, held_out, max_new_tokens, samples=FINAL_SAMPLES)
         summary = run.finish(eval_after=eval_after)
         draw_curves(run.out)
+        before = frozen_copy(policy)
+        checkpoint.load(run.out / "checkpoint" / checkpoint.FIRST, {"policy": before})
+        shown = viewer.collect(
+            before,
+            policy,
+            task,
+            held_out[: viewer.PROBLEMS],
+            samples=FINAL_SAMPLES,
+            max_new_tokens=max_new_tokens,
+            scale=algorithm.advantage_scale,
+        )
+        accuracies = [summary[when]["accuracy"] for when in ("eval_before", "eval_after")]
+        result = "accuracy {:.3f} → {:.3f}".format(*accuracies) + f" on {len(held_out)} held-out problems"
+        viewer.write(run.out / "samples.html", shown, title=run.out.resolve().name, result=result)
         run.say(describe_evaluation(summary["eval_before"], summary["eval_after"]))
         run.say(f"curves, samples, weights: {run.out}")
+        run.say(f"what changed, token by token: {run.out / 'samples.html'}")
     return summary
 
 

@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from nanorl.kl import clamp_log_ratio
+
 EQUAL = 1e-6  # rewards of a group that differ by less, relative to the largest, count as equal
 
 
@@ -69,3 +71,16 @@ def group_advantages(
 def group_max(values: Tensor, group: Tensor, count: int) -> Tensor:
     """(B,) -> (B,): the largest non-negative value of each row's group."""
     return values.new_zeros(count).scatter_reduce(0, group, values, "amax")[group]
+
+
+def importance_weights(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, *, cap: float) -> Tensor:
+    """min(pi_old / pi_behavior, cap) for each token, without gradient: (B, T), 1 outside the mask.
+
+    Sampler and scorer differ a little in half precision, and a lot when the sampler's weights lag behind. Multiplied
+    into the advantages before the loss, the weights correct for that; the cap bounds their variance (truncated
+    importance sampling, Ionides 2008; for this use Yao et al. 2025).
+    """
+    if not cap > 0:
+        raise ValueError(f"cap must be positive, not {cap}")
+    log_weights = (old_logprobs - behavior_logprobs).detach().masked_fill(~mask.bool(), 0.0)
+    return clamp_log_ratio(log_weights).exp().clamp(max=cap)

@@ -3,6 +3,7 @@
     checkpoint/step_000040/policy.safetensors   weights of each model, by name
     checkpoint/step_000040/policy.json          and its shape
     checkpoint/step_000040/training.pt          optimizer moments, random number generators, counters
+    checkpoint/step_000000                      the state before training, always kept: samples.html compares with it
 
 A writer that is killed leaves a folder whose name starts with `.partial`, which nobody reads.
 """
@@ -26,12 +27,14 @@ from torch import nn
 from nanorl.errors import RunError
 from nanorl.model import GPT, GPTConfig
 
-KEPT = 2  # checkpoints: the newest and the one before it
+KEPT = 2  # checkpoints: the newest and the one before it; and the first
+FIRST = "step_000000"
 PARTIAL = ".partial"
 
 
 def save(folder: Path, step: int, models: dict[str, nn.Module], training: dict) -> Path:
-    """Write the state after `step` steps; returns its folder. Older checkpoints but one are removed afterwards."""
+    """Write the state after `step` steps; returns its folder. Older checkpoints but one, and but FIRST, are removed
+    afterwards."""
     final = folder / f"step_{step:06d}"
     if final.exists():  # a resumed run that stopped before its first new step: the same state
         return final
@@ -50,7 +53,8 @@ def save(folder: Path, step: int, models: dict[str, nn.Module], training: dict) 
     os.rename(partial, final)
     sync(folder)
     for old in complete(folder)[:-KEPT]:
-        shutil.rmtree(old)
+        if old.name != FIRST:
+            shutil.rmtree(old)
     return final
 
 

@@ -37,7 +37,9 @@ class Config:
 def main(config: Config) -> None:
     newest = checkpoint.latest(config.run / "checkpoint")
     if newest is None:
-        raise RunError(f"{config.run} holds no checkpoint: give the folder of a run, runs/grpo-1 say")
+        started = (config.run / "config.json").exists()
+        mend = "its warm start was not finished: resume it" if started else "give the folder of a run, runs/grpo-1 say"
+        raise RunError(f"{config.run} holds no checkpoint: {mend}")
     task = choose("task", json.loads((config.run / "config.json").read_text())["options"]["task"], TASKS)()
     with checking_options():
         rollout = Sampler(checkpoint.load_model(newest)).generate(

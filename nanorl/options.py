@@ -29,7 +29,7 @@ CHANGEABLE = {
     "device",
 }  # options a resumed run may give anew
 MAX_SEED = 2**63 - 1  # the sampler and torch take signed 64-bit integers
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 Config = TypeVar("Config")
 
 

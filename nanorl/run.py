@@ -4,6 +4,7 @@ config.json     the options, and versions of what ran
 metrics.jsonl   one line a step
 samples.txt     responses to read, as training went on
 curves.png      the course of the run
+samples.html    responses before and after, token by token (nanorl/viewer.py)
 checkpoint/     see nanorl/checkpoint.py
 summary.json    evaluation before and after, seconds
 """
@@ -226,8 +227,10 @@ class Run:
     def reporter(self, what: str, total: int) -> Callable[[int, float], None]:
         """For loops before the run's own steps: shows their loss now and then, and lets Ctrl-C through."""
 
+        self.say(f"{what}: {total} steps" + (", from its beginning" if self.resuming else ""))
+
         def report(step: int, loss: float) -> None:
-            if (step + 1) % max(1, total // 5) == 0:
+            if (step + 1) % max(1, total // 10) == 0:
                 self.say(f"{what} {step + 1:4d}/{total}  loss {loss:.3f}")
             self.stop_if_interrupted(f"stopped in the {what}, which a resumed run does again")
 

@@ -75,13 +75,14 @@ class Sampler:
         stops = torch.tensor(list(stop_ids), dtype=torch.long, device=device)
         texts = StopStrings(self.tokenizer, stop_strings, B) if stop_strings else None
 
+        head = self.model.head.to(logprobs.dtype)  # logits in bfloat16 would be off by a tenth of a nat
         rows = torch.arange(B, device=device)  # the response that each row of the decoder writes
         open_ = limits > 0  # (rows,) still writing
         decoder = (CachedDecoder if self.cached else UncachedDecoder)(self.model, prompts, samples_per_prompt, T)
         with torch.inference_mode():
             for t in range(T):
                 hidden = decoder.hidden()  # (rows, D)
-                logits = (hidden @ self.model.head.T).to(logprobs.dtype)  # (rows, V)
+                logits = hidden.to(head.dtype) @ head.T  # (rows, V)
                 chosen, logprob = choose(logits, uniforms[:, t][rows], temperature, top_k, top_p, greedy)
                 stop = torch.isin(chosen, stops) & open_
                 if texts is not None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanorl.advantages import group_advantages
+from nanorl.advantages import group_advantages, importance_weights
 
 ORACLE = json.loads((Path(__file__).parent / "data" / "advantages.json").read_text())["cases"]
 ONE_GROUP = torch.zeros(4, dtype=torch.long)
@@ -272,3 +272,29 @@ def test_trap_a3_rewards_at_the_end_of_the_range_never_give_nan():
 def test_an_eps_that_would_turn_or_break_the_signs_is_refused(eps):
     with pytest.raises(ValueError, match="eps must be a finite number of at least 0"):
         group_advantages(torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.long), eps=eps)
+
+
+# Truncated importance weights.
+
+
+def test_importance_weights_are_the_ratio_of_old_to_behavior_policy_up_to_the_cap():
+    old = torch.tensor([[-1.0, -1.0, -1.0, -3.0]], dtype=torch.float64)
+    behavior = torch.tensor([[-1.5, -4.0, -0.5, math.nan]], dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[1, 1, 1, 0]])
+    weights = importance_weights(old, behavior, mask, cap=2.0)
+    expected = [math.exp(0.5), 2.0, math.exp(-0.5), 1.0]
+    torch.testing.assert_close(weights[0], torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert not weights.requires_grad
+
+
+def test_importance_weights_make_the_advantage_of_another_samplers_tokens_unbiased():
+    """Expected advantage under the sampler, weighted, is that under the policy (no weight reaches the cap here)."""
+    sampler, policy = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.4, 0.4, 0.2]).double()
+    advantages = torch.tensor([1.0, -2.0, 0.5]).double()
+    weights = importance_weights(policy.log()[None], sampler.log()[None], torch.ones(1, 3), cap=2.0)[0]
+    assert float((sampler * weights * advantages).sum()) == pytest.approx(float((policy * advantages).sum()), abs=1e-12)
+
+
+def test_a_cap_that_is_not_positive_is_refused():
+    with pytest.raises(ValueError, match="cap must be positive, not 0"):
+        importance_weights(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), cap=0)

@@ -1,0 +1,73 @@
+"""The two sizes at which nanorl is compared with what people use, and both sides' models at those sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nanorl.model import GPT, GPTConfig
+
+
+@dataclass(frozen=True)
+class Size:
+    width: int
+    layers: int
+    heads: int
+    ffn: int
+    vocab: int
+    groups: int
+    group_size: int
+    prompt: int  # tokens
+    new: int  # tokens
+
+    @property
+    def rows(self) -> int:
+        return self.groups * self.group_size
+
+
+SIZES = {
+    "S": Size(width=256, layers=6, heads=4, ffn=688, vocab=512, groups=8, group_size=8, prompt=16, new=64),
+    "T": Size(width=96, layers=3, heads=4, ffn=256, vocab=96, groups=16, group_size=8, prompt=12, new=24),
+}
+
+
+def make_gpt(size: Size) -> GPT:
+    torch.manual_seed(0)
+    return GPT(
+        GPTConfig(
+            vocab_size=size.vocab,
+            width=size.width,
+            layers=size.layers,
+            heads=size.heads,
+            ffn=size.ffn,
+            max_context=size.prompt + size.new,
+        )
+    )
+
+
+def make_llama(size: Size):
+    """The same architecture in transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=size.width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads,
+        intermediate_size=size.ffn,
+        vocab_size=size.vocab,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(config)
+
+
+def make_prompts(size: Size, n: int) -> list[list[int]]:
+    """n different prompts of `size.prompt` random ids, none of them a control token."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(4, size.vocab, (n, size.prompt), generator=generator).tolist()
