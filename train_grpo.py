@@ -239,8 +239,7 @@ def main(config: Config) -> dict:
             eval_after = evaluate(policy, task, held_out, max_new_tokens, samples=FINAL_SAMPLES)
         summary = run.finish(eval_after=eval_after)
         draw_curves(run.out)
-        before = frozen_copy(policy)
-        checkpoint.load(run.out / "checkpoint" / checkpoint.FIRST, {"policy": before})
+        before = checkpoint.load_model(run.out / "checkpoint" / checkpoint.FIRST).to(device)
         shown = viewer.collect(
             before,
             policy,

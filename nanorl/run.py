@@ -154,8 +154,9 @@ class Run:
                 return checkpoint.load(path, self.models)
             except RunError as error:
                 self.say(f"{error}: looking for an older one")
+                path.rename(path.with_name(f"{checkpoint.PARTIAL}_damaged_{path.name}"))  # makes room for a whole one
         if checkpoints:
-            raise RunError(f"no checkpoint in {self.out} can be read: start a new run with another --out")
+            raise RunError(f"no checkpoint in {self.out} could be read: start a new run with another --out")
         return None
 
     @property

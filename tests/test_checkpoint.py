@@ -204,7 +204,7 @@ def test_the_newest_two_checkpoints_are_kept_and_the_latest_is_the_one_with_most
         save(tmp_path, step)
         assert_whole(checkpoint.latest(tmp_path), step)
         assert checkpoint.steps_done(tmp_path) == step
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000100", "step_001000"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000000", "step_000100", "step_001000"]
 
 
 def test_without_a_checkpoint_there_is_no_latest(tmp_path):

@@ -737,7 +737,8 @@ def test_a_second_process_cannot_use_the_folder_of_a_run(tmp_path):
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(tmp_path, name, damage, capsys):
     def end(out, **more):
         train_grpo.main(train_grpo.Config(out=str(out), steps=4, save_every=2, eval_every=9, **TINY, **more))
-        return load_file(checkpoint.latest(out / "checkpoint") / "policy.safetensors")
+        weights = load_file(checkpoint.latest(out / "checkpoint") / "policy.safetensors")
+        return {name: value.clone() for name, value in weights.items()}  # a file that is mapped must not be written
 
     out = tmp_path / "run"
     undisturbed = end(out)

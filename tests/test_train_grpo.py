@@ -122,7 +122,16 @@ def finished(tmp_path_factory) -> tuple[Path, str, list]:
 def test_a_run_leaves_the_files_of_the_contract(finished):
     out, _, _ = finished
     names = {path.name for path in out.iterdir()}
-    assert names == {"config.json", "metrics.jsonl", "samples.txt", "curves.png", "checkpoint", "summary.json", "lock"}
+    assert names == {
+        "config.json",
+        "metrics.jsonl",
+        "samples.txt",
+        "curves.png",
+        "checkpoint",
+        "summary.json",
+        "lock",
+        "samples.html",
+    }
     config = json.loads((out / "config.json").read_text())
     assert {name: config["options"][name] for name in TINY} == TINY | {"steps": 4}
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -14,8 +14,8 @@ import train_grpo
 from nanorl import checkpoint, viewer
 from nanorl.evaluation import evaluate
 from nanorl.model import GPT, GPTConfig
+from nanorl.options import parse
 from nanorl.rollout import Rollout
-from nanorl.run import parse
 from nanorl.sampler import Sampler
 from nanorl.tasks import TASKS
 from nanorl.tasks.task import Problem
