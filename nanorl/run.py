@@ -80,6 +80,7 @@ class Run:
                     break
                 except FileExistsError:  # another process was faster
                     number += 1
+            self.lock(out)
         else:
             out = Path(config.out)
             try:
