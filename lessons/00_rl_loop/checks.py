@@ -8,7 +8,7 @@ from pathlib import Path
 import reinforce
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness import gradient, require, require_close, run
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # for a checkout that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for a checkout that is not installed
 
 from nanorl.model import GPT, GPTConfig, KVCache
 from nanorl.rollout import pad

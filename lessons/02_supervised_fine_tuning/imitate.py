@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # train_grpo.py, and nanorl if it is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # train_grpo.py, and nanorl if it is not installed
 
 from nanorl import sft
 from nanorl.evaluation import EVAL_SEED, evaluate

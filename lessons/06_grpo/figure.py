@@ -21,7 +21,7 @@ import matplotlib.pyplot as plt
 import torch
 from safetensors.torch import load_file
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # train_grpo.py, and nanorl if it is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # train_grpo.py, and nanorl if it is not installed
 
 import train_grpo
 from nanorl import checkpoint
