@@ -15,7 +15,7 @@ from nanorl.optimizers import Optimizers
 from nanorl.rollout import Rollout
 from nanorl.sampler import Sampler
 from nanorl.scorer import score
-from nanorl.tasks.chain import ChainArithmetic
+from nanorl.tasks.chain import THINKING_SHARE, ChainArithmetic
 
 LESSON = Path(__file__).resolve().parents[1] / "lessons" / "02_supervised_fine_tuning"
 README = (LESSON / "README.md").read_text()
@@ -86,19 +86,21 @@ def test_trap_a1_a_mean_for_each_micro_batch_weighs_the_thinking_choice_as_littl
             first = part.tokens[:, 0]
             thinking += weights[first == THINKS, 0].sum().item()
             direct += weights[first == CLOSES, 0].sum().item()
-    assert thinking / (thinking + direct) == pytest.approx(0.06, abs=0.005)  # the probability that minimises the loss
-    by_hand = (29 / 734) / (29 / 734 + 64 / 96 + 3 / 734)
-    assert by_hand == pytest.approx(0.056, abs=5e-4)
-    assert "734" in README and "0.056" in README
+    at_minimum = thinking / (thinking + direct)  # the probability of thinking that minimises the loss
+    assert at_minimum == pytest.approx(0.058, abs=0.005)
+    thinks = round(THINKING_SHARE * sft.BATCH)
+    tokens = 25 * thinks + 3 * (rows - thinks)  # of the third that holds all that think
+    by_hand = (thinks / tokens) / (thinks / tokens + 64 / 96 + (rows - thinks) / tokens)
+    assert f"= {tokens} tokens" in README and f"**{by_hand:.3f}**" in README
 
 
-def test_under_a_sequence_mean_the_choice_to_think_weighs_a_twentieth(imitate):
-    mask = torch.arange(25) < torch.tensor([25] * 3 + [3] * 7)[:, None]
-    values = torch.zeros(10, 25, requires_grad=True)
+def test_under_a_sequence_mean_the_choice_to_think_weighs_as_little_as_the_lesson_says():
+    thinks = round(100 * THINKING_SHARE)
+    mask = torch.arange(25) < torch.tensor([25] * thinks + [3] * (100 - thinks))[:, None]
+    values = torch.zeros(100, 25, requires_grad=True)
     (weights,) = torch.autograd.grad(sequence_mean(values, mask), values)
-    share = weights[:3, 0].sum() / weights[:, 0].sum()
-    assert share.item() == pytest.approx(0.049, abs=5e-4)
-    assert "0.049" in README
+    share = weights[:thinks, 0].sum() / weights[:, 0].sum()
+    assert f" = {share:.3f}." in README
 
 
 def test_every_trained_token_of_a_demonstration_is_of_one_kind_in_the_figure(monkeypatch):
@@ -132,18 +134,19 @@ def test_cross_entropy_of_one_demonstration_by_hand():
 
 
 def test_the_choice_costs_the_entropy_of_the_mixture_at_least():
-    floor = -(0.3 * math.log(0.3) + 0.7 * math.log(0.7))
-    assert round(floor, 3) == 0.611
-    assert "0.611" in README
-    for q in (0.1, 0.29, 0.31, 0.5, 0.9):
-        assert -(0.3 * math.log(q) + 0.7 * math.log(1 - q)) > floor
+    def expected_loss(q: float) -> float:
+        return -(THINKING_SHARE * math.log(q) + (1 - THINKING_SHARE) * math.log(1 - q))
+
+    floor = expected_loss(THINKING_SHARE)
+    assert f"**entropy of the mixture**, {floor:.3f}" in README
+    assert all(expected_loss(q) > floor for q in (0.1, THINKING_SHARE - 0.01, THINKING_SHARE + 0.01, 0.5, 0.9))
 
 
 def test_thinking_and_direct_demonstrations_have_the_lengths_the_lesson_gives():
     batch = sft.demonstrations(TASK, 200, "lengths")
     thinks = batch.tokens[:, 0] == THINKS
     assert set(batch.lengths[thinks].tolist()) == {25} and set(batch.lengths[~thinks].tolist()) == {3}
-    assert 0.3 * 25 + 0.7 * 3 == pytest.approx(9.6)
+    assert f"response's {THINKING_SHARE * 25 + (1 - THINKING_SHARE) * 3:.1f} tokens" in README
 
 
 def test_muon_has_nearly_all_weights_of_the_default_model():

@@ -144,7 +144,7 @@ def bars(axes, x: Tensor, values: Tensor, color: str, width: float, label: str |
     """The mean as a bar, each seed as a point. values (seeds, bars)."""
     axes.bar(x, values.mean(0), width, color=color, label=label)
     for place, mean, top in zip(x.tolist(), values.mean(0).tolist(), values.amax(0).tolist(), strict=True):
-        axes.text(place, top + 0.02, f"{mean:.2f}", ha="center", fontsize=9)
+        axes.text(place, top + 0.03, f"{mean:.2f}", ha="center", fontsize=9)
     axes.plot(x.expand_as(values).flatten(), values.flatten(), "k.", ms=4)
 
 
@@ -169,7 +169,7 @@ def draw(path: Path) -> None:
             thinking, [step for step, _ in points[0]], torch.tensor([[a for _, a in p] for p in points]), color, label
         )
     thinking.set(
-        ylabel="accuracy when made to think", ylim=(0, 1.02), title="Training the prompt too changes little here"
+        ylabel="accuracy when made to think", ylim=(0, 1.02), title="Training the prompt too is slower, if anything"
     )
 
     names = {"truncated_share": "never ends", "chance_to_think": "thinks\n(probability)", "pass@1": "is right"}
