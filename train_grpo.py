@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import torch
 
-from nanorl import checkpoint, viewer
+from nanorl import viewer
 from nanorl.advantages import group_advantages, importance_weights
 from nanorl.algorithms import ALGORITHMS
 from nanorl.batch_metrics import TokenMeans, rollout_metrics, token_metrics
@@ -117,10 +117,10 @@ def main(config: Config) -> dict:
     at_least(config, seed=0, steps=1, prompts=1, group_size=2, epochs=1, micro_batch=1, temperature=1e-3)
     at_least(config, learning_rate=0, clip_low=0, clip_high=0, beta=0, width=1, layers=1, heads=1, warm_start_steps=0)
     at_least(config, max_new_tokens=1, eval_every=1, eval_problems=1, save_every=1, threads=1, importance_cap=0.1)
+    at_most(config, seed=MAX_SEED, clip_low=1)
     # Whose log-probs are the old ones: the sampler's, unless the policy is scored more than once, or in bfloat16, where
     # the two differ by 0.007 a token, or to correct for just that difference.
     rescored = config.epochs > 1 or dtype == torch.bfloat16 or config.importance_cap is not None
-    at_most(config, seed=MAX_SEED, clip_low=1)
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
     torch.set_num_threads(config.threads)
     seed_generators(config.seed)
@@ -132,7 +132,8 @@ def main(config: Config) -> dict:
             heads=config.heads,
             max_context=task.max_prompt_tokens + max(max_new_tokens, task.max_new_tokens),
         )
-        algorithm.chosen(beta=config.beta or None, clip_low=config.clip_low, clip_high=config.clip_high)
+        options = {"beta": config.beta or None, "clip_low": config.clip_low, "clip_high": config.clip_high}
+        algorithm.chosen(**options)  # an option that the loss does not have is an error
     policy = GPT(shape).to(device, dtype)
 
     with Run(config) as run:
@@ -204,14 +205,12 @@ def main(config: Config) -> dict:
                             if reference is not None:
                                 with torch.no_grad():
                                     part.ref_logprobs, _ = score(reference, part)
-                        options = algorithm.chosen(
-                            ref_logprobs=part.ref_logprobs,
-                            beta=config.beta or None,
-                            clip_low=config.clip_low,
-                            clip_high=config.clip_high,
-                        )
                         part_loss, metrics = algorithm.loss(
-                            logprobs, part.old_logprobs, part.advantages, part.mask, denominator=denominator, **options
+                            logprobs,
+                            part.old_logprobs,
+                            part.advantages,
+                            part.mask,
+                            **algorithm.chosen(**options, ref_logprobs=part.ref_logprobs, denominator=denominator),
                         )
                         part_loss.backward()
                         loss += part_loss.detach()
@@ -239,22 +238,19 @@ def main(config: Config) -> dict:
             eval_after = evaluate(policy, task, held_out, max_new_tokens, samples=FINAL_SAMPLES)
         summary = run.finish(eval_after=eval_after)
         draw_curves(run.out)
-        before = checkpoint.load_model(run.out / "checkpoint" / checkpoint.FIRST).to(device)
-        shown = viewer.collect(
-            before,
+        before, after = summary["eval_before"], summary["eval_after"]
+        page = viewer.write_run(
+            run.out,
             policy,
             task,
-            held_out[: viewer.PROBLEMS],
+            held_out,
+            f"accuracy {before['accuracy']:.3f} → {after['accuracy']:.3f} on {len(held_out)} held-out problems",
             samples=FINAL_SAMPLES,
             max_new_tokens=max_new_tokens,
             scale=algorithm.advantage_scale,
         )
-        accuracies = [summary[when]["accuracy"] for when in ("eval_before", "eval_after")]
-        result = "accuracy {:.3f} → {:.3f}".format(*accuracies) + f" on {len(held_out)} held-out problems"
-        viewer.write(run.out / "samples.html", shown, title=run.out.resolve().name, result=result)
-        run.say(describe_evaluation(summary["eval_before"], summary["eval_after"]))
-        run.say(f"curves, samples, weights: {run.out}")
-        run.say(f"what changed, token by token: {run.out / 'samples.html'}")
+        run.say(describe_evaluation(before, after))
+        run.say(f"curves, samples, weights: {run.out}\nwhat changed, token by token: {page}")
     return summary
 
 

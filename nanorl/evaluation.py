@@ -69,20 +69,16 @@ def evaluate(policy: GPT, task: Task, problems: Sequence[Problem], max_new_token
         rewards, described = grade(task, problems, rollout)
         return rollout, torch.tensor(rewards), {name: torch.tensor(values) for name, values in described.items()}
 
+    def accuracy(name: str, rewards: torch.Tensor) -> dict[str, float]:
+        right, n = int((rewards >= 1).sum()), len(rewards)
+        low, high = wilson_interval(right, n)
+        return {name: right / n, f"{name}_low": low, f"{name}_high": high}
+
     rollout, rewards, described = sample(samples_per_prompt=samples)
     _, greedy_rewards, _ = sample(greedy=True)
-    right = (rewards.view(-1, samples) >= 1).sum(1).tolist()  # of each problem's samples
-    first = int((rewards[::samples] >= 1).sum())
-    low, high = wilson_interval(first, len(problems))
-    greedy_right = int((greedy_rewards >= 1).sum())
-    greedy_low, greedy_high = wilson_interval(greedy_right, len(problems))
     result = {
-        "accuracy": first / len(problems),
-        "accuracy_low": low,
-        "accuracy_high": high,
-        "accuracy_greedy": greedy_right / len(problems),
-        "accuracy_greedy_low": greedy_low,
-        "accuracy_greedy_high": greedy_high,
+        **accuracy("accuracy", rewards[::samples]),
+        **accuracy("accuracy_greedy", greedy_rewards),
         "mean_length": rollout.lengths.double().mean().item(),
         "truncated_share": rollout.finish.count("length") / len(rollout),
         "problems": len(problems),
@@ -91,6 +87,7 @@ def evaluate(policy: GPT, task: Task, problems: Sequence[Problem], max_new_token
         result[name] = values.mean().item()
         with_it = rewards[values > 0] >= 1
         result[f"accuracy_{name}"] = with_it.double().mean().item() if len(with_it) else None
+    right = (rewards.view(-1, samples) >= 1).sum(1).tolist()  # of each problem's samples
     for k in (2**i for i in range(samples.bit_length())):
         result[f"pass@{k}"] = sum(pass_at_k(samples, c, k) for c in right) / len(problems)
     return result

@@ -19,15 +19,8 @@ import tyro
 from nanorl.errors import Interrupted, RunError
 
 RUNS = Path("runs")  # where folders without a name of their own go
-CHANGEABLE = {
-    "out",
-    "resume",
-    "steps",
-    "save_every",
-    "eval_every",
-    "micro_batch",
-    "device",
-}  # options a resumed run may give anew
+# Options a resumed run may give anew.
+CHANGEABLE = {"out", "resume", "steps", "save_every", "eval_every", "micro_batch", "device"}
 MAX_SEED = 2**63 - 1  # the sampler and torch take signed 64-bit integers
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 Config = TypeVar("Config")
@@ -129,9 +122,10 @@ def choose_device(name: str) -> torch.device:
 
 
 def describe_machine(model: torch.nn.Module) -> str:
+    """How large the model is and where it runs, for the console."""
     weights = sum(weight.numel() for weight in model.parameters())
     where = next(model.parameters())
-    threads = f", {torch.get_num_threads()} threads" if where.device.type == "cpu" else ""
+    threads = f", {torch.get_num_threads()} thread(s)" if where.device.type == "cpu" else ""
     return f"{weights / 1e6:.2f} M weights in {str(where.dtype).removeprefix('torch.')} on {where.device}{threads}"
 
 

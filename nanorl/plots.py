@@ -11,6 +11,7 @@ import matplotlib
 
 matplotlib.use("Agg")  # no screen needed
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 from nanorl.run import read_lines
 
@@ -78,10 +79,13 @@ def draw_curves(out: Path) -> Path:
             f"mean length {first['mean_length']:.0f} -> {last['mean_length']:.0f} tokens"
         )
     command = json.loads((out / "config.json").read_text())["command"]
-    drawn_by = f"Drawn by: python {shlex.join([Path(command[0]).name, *command[1:]])}"
-    figure.supxlabel(drawn_by, fontsize=8, color="0.4", parse_math=False)
+    return save(figure, out / "curves.png", f"Drawn by: python {shlex.join([Path(command[0]).name, *command[1:]])}")
+
+
+def save(figure: Figure, path: Path, caption: str) -> Path:
+    """Write the figure with a small caption under it, which says what drew it. Returns `path`."""
+    figure.supxlabel(caption, fontsize=8, color="0.35", parse_math=False)  # a path in it may hold a $
     figure.tight_layout()
-    path = out / "curves.png"
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path

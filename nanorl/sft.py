@@ -61,7 +61,7 @@ def warm_start(
         whole = demonstrations(task, batch, f"sft {seed} {step}").to(policy.head.device)
         tokens = token_count(whole.mask)
         optimizer.zero_grad()
-        total = torch.zeros((), device=policy.head.device)
+        total = 0.0
         for part in whole.split(MICRO_BATCH):
             logprobs, _ = score(policy, part)
             loss = token_mean(-logprobs, part.mask, denominator=tokens)

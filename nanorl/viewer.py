@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from nanorl import checkpoint
 from nanorl.advantages import group_advantages
 from nanorl.evaluation import EVAL_SEED, grade
 from nanorl.model import GPT
@@ -112,6 +113,15 @@ def in_mask(values: list[float], mask: list[bool]) -> list[float | None]:
 def number(value: float) -> float | None:
     """Five digits, enough to read and half the size; JSON has no NaN and no infinity."""
     return float(f"{value:.5g}") if math.isfinite(value) else None
+
+
+def write_run(out: Path, policy: GPT, task: Task, problems: Sequence[Problem], result: str, **how) -> Path:
+    """samples.html of a finished run: its first checkpoint against `policy`, on the first PROBLEMS problems. `how` goes
+    to `collect`. Returns the file's path."""
+    before = checkpoint.load_model(out / "checkpoint" / checkpoint.FIRST).to(policy.head.device)
+    path = out / "samples.html"
+    write(path, collect(before, policy, task, problems[:PROBLEMS], **how), title=out.resolve().name, result=result)
+    return path
 
 
 def write(path: Path, data: dict, *, title: str, result: str) -> None:

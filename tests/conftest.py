@@ -1,6 +1,9 @@
 """Models that several test files share."""
 
+import importlib.util
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,3 +69,25 @@ def scripted_model():
         return TableModel(table, max_context=len(script), **options)
 
     return build
+
+
+@pytest.fixture
+def lesson_module(monkeypatch):
+    """Loads a module of a lesson's folder, or `source` in its place. Lessons name their files alike (checks.py, the
+    harness of all): none of them stays behind for the next lesson."""
+
+    def load(folder: Path, name: str, source: str | None = None):
+        monkeypatch.syspath_prepend(str(folder))
+        for shared in ("checks", "harness"):
+            monkeypatch.delitem(sys.modules, shared, raising=False)
+        spec = importlib.util.spec_from_file_location(f"{folder.name}_{name}", folder / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        if source is None:
+            spec.loader.exec_module(module)
+        else:
+            exec(compile(source, f"{name}.py", "exec"), module.__dict__)
+        for shared in ("checks", "harness"):
+            sys.modules.pop(shared, None)
+        return module
+
+    return load

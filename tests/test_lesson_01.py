@@ -1,10 +1,9 @@
 """Lesson 01: generation with and without a cache is the same, and what the lesson says is so."""
 
 import difflib
-import importlib.util
+import functools
 import math
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,25 +19,14 @@ RAGGED = [[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [3, 3], [19, 0
 STOP = 2
 
 
-def load(name: str, monkeypatch, source: str | None = None):
-    """A module of the lesson, or `source` in its place. Leaves no module behind under a name other lessons use."""
-    monkeypatch.syspath_prepend(str(LESSON))
-    for shared in ("checks", "harness"):
-        monkeypatch.delitem(sys.modules, shared, raising=False)
-    spec = importlib.util.spec_from_file_location(f"lesson_01_{name}", LESSON / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    if source is None:
-        spec.loader.exec_module(module)
-    else:
-        exec(compile(source, f"{name}.py", "exec"), module.__dict__)
-    for shared in ("checks", "harness"):
-        sys.modules.pop(shared, None)
-    return module
+@pytest.fixture
+def load(lesson_module):
+    return functools.partial(lesson_module, LESSON)
 
 
 @pytest.fixture
-def both(monkeypatch):
-    return [load(name, monkeypatch).generate for name in ("without_cache", "with_cache")]
+def both(load):
+    return [load(name).generate for name in ("without_cache", "with_cache")]
 
 
 def code(name: str) -> list[str]:
@@ -86,10 +74,10 @@ def test_in_float32_the_log_probs_with_and_without_cache_differ_by_rounding_alon
         ("open_ & (chosen != stop_id)", "chosen != stop_id"),  # rows wake up
     ],
 )
-def test_the_proof_of_equality_notices_a_wrong_line(tiny_gpt, both, monkeypatch, right, wrong):
+def test_the_proof_of_equality_notices_a_wrong_line(tiny_gpt, both, load, right, wrong):
     source = (LESSON / "with_cache.py").read_text()
     assert source.count(right) == 1
-    changed = load("with_cache", monkeypatch, source.replace(right, wrong)).generate
+    changed = load("with_cache", source.replace(right, wrong)).generate
     model = tiny_gpt(dtype=torch.float64)
     numbers = torch.from_numpy(uniform(4, range(6), 30))
     expected = both[0](model, RAGGED, 30, STOP, numbers)
@@ -204,29 +192,29 @@ def test_uniform_numbers_are_those_in_the_lesson_in_any_batch():
         ("generate", "mask.append(open_)", "mask.append(open_ & (chosen != stop_id))"),
     ],
 )
-def test_the_checks_refuse_a_wrong_answer(monkeypatch, blank, right, wrong):
+def test_the_checks_refuse_a_wrong_answer(load, blank, right, wrong):
     source = (LESSON / "solution.py").read_text()
     before, start, rest = source.partition(f"def {blank}(")
     body, end, after = rest.partition("\n\n\n")
     assert body.count(right) == 1
-    checks = load("checks", monkeypatch)
+    checks = load("checks")
     check = getattr(checks, f"check_{blank}")
-    check(getattr(load("solution", monkeypatch), blank))  # the right answer passes
-    changed = load("solution", monkeypatch, before + start + body.replace(right, wrong) + end + after)
+    check(getattr(load("solution"), blank))  # the right answer passes
+    changed = load("solution", before + start + body.replace(right, wrong) + end + after)
     with pytest.raises((checks.require.__globals__["Failed"], IndexError)):
         check(getattr(changed, blank))
 
 
-def test_the_first_silent_bug_spares_rows_of_one_length_and_the_longest_row(monkeypatch):
-    wrong, right = (load(name, monkeypatch).rotate_new_tokens for name in ("exercise", "solution"))
+def test_the_first_silent_bug_spares_rows_of_one_length_and_the_longest_row(load):
+    wrong, right = (load(name).rotate_new_tokens for name in ("exercise", "solution"))
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
     assert torch.equal(wrong(x, torch.tensor([4, 4, 4])), right(x, torch.tensor([4, 4, 4])))
     difference = (wrong(x, torch.tensor([2, 9, 4])) - right(x, torch.tensor([2, 9, 4]))).abs().amax(1)
     assert difference[1] == 0 and difference[[0, 2]].min() > 0.1
 
 
-def test_the_second_silent_bug_shows_only_with_several_rows(monkeypatch):
-    wrong = load("exercise", monkeypatch).generate
+def test_the_second_silent_bug_shows_only_with_several_rows(load):
+    wrong = load("exercise").generate
     said = torch.tensor([[7, 2, 5, 5], [8, 8, 8, 2]])
     tokens, mask = wrong(lambda t: said[:1, t], 1, STOP, 4)
     assert tokens.tolist() == [[7, 2]] and mask.tolist() == [[True, True]]

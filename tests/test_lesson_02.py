@@ -1,8 +1,7 @@
 """Lesson 02: its ways of training differ in the one thing they name, and what the lesson says is so."""
 
-import importlib.util
+import functools
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,25 +22,14 @@ TASK = ChainArithmetic()
 THINKS, CLOSES = TASK.tokenizer.encode("<>")
 
 
-def load(name: str, monkeypatch, source: str | None = None):
-    """A module of the lesson, or `source` in its place. Leaves no module behind under a name other lessons use."""
-    monkeypatch.syspath_prepend(str(LESSON))
-    for shared in ("checks", "harness"):
-        monkeypatch.delitem(sys.modules, shared, raising=False)
-    spec = importlib.util.spec_from_file_location(f"lesson_02_{name}", LESSON / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    if source is None:
-        spec.loader.exec_module(module)
-    else:
-        exec(compile(source, f"{name}.py", "exec"), module.__dict__)
-    for shared in ("checks", "harness"):
-        sys.modules.pop(shared, None)
-    return module
+@pytest.fixture
+def load(lesson_module):
+    return functools.partial(lesson_module, LESSON)
 
 
 @pytest.fixture
-def imitate(monkeypatch):
-    return load("imitate", monkeypatch)
+def imitate(load):
+    return load("imitate")
 
 
 def responses(batch: Rollout) -> list[list[int]]:
@@ -103,8 +91,8 @@ def test_under_a_sequence_mean_the_choice_to_think_weighs_as_little_as_the_lesso
     assert f" = {share:.3f}." in README
 
 
-def test_every_trained_token_of_a_demonstration_is_of_one_kind_in_the_figure(monkeypatch):
-    figure = load("figure", monkeypatch)
+def test_every_trained_token_of_a_demonstration_is_of_one_kind_in_the_figure(load):
+    figure = load("figure")
     batch = sft.demonstrations(TASK, 40, "any")
     found = figure.kinds(batch)
     assert list(found) == list(figure.KINDS)
@@ -188,22 +176,22 @@ def test_muon_has_nearly_all_weights_of_the_default_model():
         ("loss_that_starts_too_late", "(place < lengths[:, None])", "(ids[:, 1:] != 9)"),
     ],
 )
-def test_the_checks_refuse_a_wrong_answer(monkeypatch, blank, right, wrong):
+def test_the_checks_refuse_a_wrong_answer(load, blank, right, wrong):
     source = (LESSON / "solution.py").read_text()
     before, start, rest = source.partition(f"def {blank}(")
     body, end, after = rest.partition("\n\n\n")
     assert body.count(right) == 1
-    checks = load("checks", monkeypatch)
+    checks = load("checks")
     check = getattr(checks, f"check_{blank}")
-    check(getattr(load("solution", monkeypatch), blank))  # the right answer passes
-    changed = load("solution", monkeypatch, before + start + body.replace(right, wrong) + end + after)
+    check(getattr(load("solution"), blank))  # the right answer passes
+    changed = load("solution", before + start + body.replace(right, wrong) + end + after)
     with pytest.raises(checks.require.__globals__["Failed"]):
         check(getattr(changed, blank))
 
 
-def test_the_first_silent_bug_copies_the_last_token_at_a_loss_of_almost_nothing(monkeypatch):
-    loss_that_falls_too_well = load("exercise", monkeypatch).loss_that_falls_too_well
-    make_batch = load("solution", monkeypatch).make_batch
+def test_the_first_silent_bug_copies_the_last_token_at_a_loss_of_almost_nothing(load):
+    loss_that_falls_too_well = load("exercise").loss_that_falls_too_well
+    make_batch = load("solution").make_batch
     torch.manual_seed(0)
     policy = GPT(GPTConfig(vocab_size=17, width=32, layers=1, max_context=40))
     optimizers = Optimizers(policy, 0.02)
@@ -221,8 +209,8 @@ def test_the_first_silent_bug_copies_the_last_token_at_a_loss_of_almost_nothing(
     assert set(rollout.texts(TASK.tokenizer)) == {"=" * 20}
 
 
-def test_the_second_silent_bug_trains_neither_the_first_token_nor_anything_but_the_rest(monkeypatch):
-    wrong = load("exercise", monkeypatch).loss_that_starts_too_late
+def test_the_second_silent_bug_trains_neither_the_first_token_nor_anything_but_the_rest(load):
+    wrong = load("exercise").loss_that_starts_too_late
     ids = torch.tensor([[3, 1, 4, 1, 5, 9, 9]])  # prompt of 3, response of 2, stop, padding
     logits = torch.zeros(1, 7, 10, requires_grad=True)
     (gradient,) = torch.autograd.grad(wrong(logits, ids, torch.tensor([3]), torch.tensor([6])), logits)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # no screen needed
 import matplotlib.pyplot as plt
 import reinforce
 import torch
 from torch import Tensor
+
+from nanorl.plots import save
 
 SEEDS = 20
 T_95 = 2.093  # Student's t at 0.975 with 19 degrees of freedom
@@ -69,16 +68,11 @@ def draw(path: Path) -> None:
     figure.suptitle(
         "Without a baseline, adding 1 to every reward stalls learning, while the loss falls as if all were well"
     )
-    figure.text(
-        0.5,
-        0.01,
+    save(
+        figure,
+        path,
         f"{SEEDS} seeds, mean and 95 % interval; updates of {reinforce.ROWS} responses. Drawn by: {COMMAND}",
-        ha="center",
-        fontsize=8,
-        color="0.35",
     )
-    figure.tight_layout(rect=(0, 0.04, 1, 1))
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -14,15 +14,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # no screen needed
 import matplotlib.pyplot as plt
 import torch
 import with_cache
 import without_cache
 
 from nanorl.model import GPT, GPTConfig, KVCache
+from nanorl.plots import save
 
 PROMPT, NEW = 8, 504  # tokens
 REPEATS = 7  # of a whole generation, for each of the two files
@@ -130,17 +128,12 @@ def draw(path: Path) -> None:
         f"with one, {growth['with cache']:.1f} times"
     )
     parameters = sum(weight.numel() for weight in model.parameters())
-    figure.text(
-        0.5,
-        0.01,
+    save(
+        figure,
+        path,
         f"One row, greedy; a GPT of {parameters / 1e6:.1f} M parameters, float32, one CPU core; medians of {REPEATS} "
         f"interleaved runs and of {NEIGHBORS} neighbors. Drawn by: {COMMAND}",
-        ha="center",
-        fontsize=8,
-        color="0.35",
     )
-    figure.tight_layout(rect=(0, 0.04, 1, 1))
-    figure.savefig(path, dpi=120)
     for name, rate in rates.items():
         print(name.replace("\n", " "), f"{rate:,.0f} tokens/s")
 

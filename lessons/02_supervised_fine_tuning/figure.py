@@ -13,9 +13,6 @@ import math
 from pathlib import Path
 
 import imitate
-import matplotlib
-
-matplotlib.use("Agg")  # no screen needed
 import matplotlib.pyplot as plt
 import torch
 from imitate import EXAMINED, SAMPLES, STEPS, TASK, WAYS
@@ -23,7 +20,7 @@ from torch import Tensor
 
 from nanorl.evaluation import EVAL_SEED, evaluate
 from nanorl.model import GPT
-from nanorl.plots import GREEDY, SAMPLED
+from nanorl.plots import GREEDY, SAMPLED, save
 from nanorl.rollout import Rollout
 from nanorl.sampler import Sampler
 from nanorl.scorer import score
@@ -209,16 +206,11 @@ def draw(path: Path) -> None:
     figure.suptitle(
         f"Imitation learns how to think ({made_to_think:.2f} right), not that it pays ({sampled:.2f} right in all)"
     )
-    figure.text(
-        0.5,
-        0.01,
+    save(
+        figure,
+        path,
         f"{len(SEEDS)} seeds: thin lines and points; mean: thick lines and bars. Drawn by: {COMMAND}",
-        ha="center",
-        fontsize=8,
-        color="0.35",
     )
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
-    figure.savefig(path, dpi=120)
     report_numbers(runs)
 
 

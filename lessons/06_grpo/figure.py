@@ -14,9 +14,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # no screen needed
 import matplotlib.pyplot as plt
 import torch
 from safetensors.torch import load_file
@@ -27,7 +24,7 @@ import train_grpo
 from nanorl import checkpoint
 from nanorl.evaluation import EVAL_SEED
 from nanorl.model import GPT, GPTConfig
-from nanorl.plots import GREEDY, SAMPLED, evaluations, read_metrics
+from nanorl.plots import GREEDY, SAMPLED, evaluations, read_metrics, save
 from nanorl.sampler import Sampler
 from nanorl.sft import cached_warm_start
 from nanorl.tasks import TASKS
@@ -166,17 +163,12 @@ def draw(path: Path) -> None:
     figure.suptitle(
         f"Rewarded for the last digit alone, the model chooses to think: held-out accuracy {change('accuracy')}"
     )
-    figure.text(
-        0.5,
-        0.01,
+    save(
+        figure,
+        path,
         f"{len(outs)} seeds of train_grpo.py with its defaults: each seed thin or a dot, mean thick, 95 % interval. "
         f"Drawn by: {COMMAND}",
-        ha="center",
-        fontsize=8,
-        color="0.35",
     )
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
-    figure.savefig(path, dpi=120)
     write_results(path.with_name("README.md"), results(points, starts))
 
 
