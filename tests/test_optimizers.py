@@ -245,9 +245,12 @@ def test_an_update_that_is_not_finite_reaches_neither_weights_nor_moments(loss, 
     if bad is not None:
         model.blocks[0].ffn.down.weight.grad[0, 0] = bad
     optimizers.update(loss)
-    assert str(before) == str((model.state_dict(), optimizers.state_dict()["parts"]))
     for name, weight in model.named_parameters():
         assert torch.equal(weight, before[0][name])
+    for part, unchanged in zip(optimizers.state_dict()["parts"], before[1], strict=True):
+        assert part["state"] and part["state"].keys() == unchanged["state"].keys()
+        for index, moments in part["state"].items():
+            assert all(torch.equal(moment, unchanged["state"][index][name]) for name, moment in moments.items())
     assert (optimizers.skipped, optimizers.skipped_in_a_row) == (1, 1)
     set_gradients(model, 2)
     optimizers.update(GOOD)

@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import inspect
 import io
 import json
 import math
 import re
+import shutil
 import statistics
 import zlib
 from pathlib import Path
@@ -566,3 +568,53 @@ def test_an_option_that_the_loss_does_not_have_is_an_error_before_any_work(train
     monkeypatch.setitem(train_grpo.ALGORITHMS, "plain", algorithm)
     with pytest.raises(RunError, match="plain has no beta"):
         train(algo="plain", beta=0.1)
+
+
+# ---- bfloat16, and a sampler that differs from the scorer
+
+
+def test_in_bfloat16_the_first_ratio_is_1_and_the_mismatch_with_the_sampler_is_logged(train):
+    out = train(dtype="bfloat16")
+    assert {value.dtype for value in weights(out).values()} == {torch.bfloat16}
+    for line in metrics(out):
+        assert (
+            line["ratio"] == pytest.approx(1, abs=1e-6) and line["kl_old"] == 0
+        )  # the scored log-probs are the old ones
+        assert 0 < line["mismatch"] < 0.02
+
+
+def test_a_bfloat16_run_resumes_bit_by_bit_with_its_float32_masters(train):
+    chosen = {"dtype": "bfloat16", "steps": 4, "save_every": 2, "learning_rate": 1e-4}  # below what bfloat16 resolves
+    whole, cut = train(**chosen), train(**chosen)
+    shutil.rmtree(cut / "checkpoint" / "step_000004")
+    resume(cut)
+    assert equal(weights(cut), weights(whole))
+    saved = [torch.load(checkpoint.latest(o / "checkpoint") / "training.pt", weights_only=True) for o in (whole, cut)]
+    masters, again = (state["optimizers"]["masters"] for state in saved)
+    assert masters and equal(masters, again) and {m.dtype for m in masters} == {torch.float32}
+
+
+def test_importance_weights_scale_each_tokens_advantage_and_the_cap_bounds_them(train, monkeypatch):
+    """The sampler is made to report log-probs that are too low by log 3 at every other token."""
+    generate, seen = Sampler.generate, []
+
+    def wrong(self, prompts, **how):
+        rollout = generate(self, prompts, **how)
+        rollout.behavior_logprobs[:, ::2] -= math.log(3)
+        return rollout
+
+    def keep(logprobs, old_logprobs, advantages, mask, **options):
+        seen.append((logprobs, old_logprobs, advantages, mask))
+        return grpo_loss(logprobs, old_logprobs, advantages, mask, **options)
+
+    monkeypatch.setattr(Sampler, "generate", wrong)
+    keep.__signature__ = inspect.signature(grpo_loss)
+    monkeypatch.setitem(ALGORITHMS, "grpo", dataclasses.replace(ALGORITHMS["grpo"], loss=keep))
+    for cap in (None, 5.0, 2.0):
+        train(steps=1, importance_cap=cap)
+    (_, _, plain, mask), (logprobs, old, wide, _), (_, _, tight, _) = seen
+    even = mask & (torch.arange(mask.shape[1]) % 2 == 0)
+    for advantages, weight in ((wide, 3.0), (tight, 2.0)):
+        expected = plain[:, None] * torch.where(even, weight, 1.0)
+        torch.testing.assert_close(advantages[mask], expected[mask], rtol=1e-5, atol=1e-6)
+    assert torch.equal(old, logprobs.detach())  # the ratio starts at 1: the weights correct for the sampler, not it
