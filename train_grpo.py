@@ -91,7 +91,7 @@ class Config:
     """Of the transformer."""
     heads: int = 4
     """Of the transformer's attention."""
-    warm_start_steps: int = 380
+    warm_start_steps: int = 300
     """Supervised steps on demonstrations before the first update; kept beside the run for the next one."""
     eval_every: int = 20
     """Steps between evaluations on held-out problems."""

@@ -42,6 +42,7 @@ def make_gpt(size: Size) -> GPT:
             heads=size.heads,
             ffn=size.ffn,
             max_context=size.prompt + size.new,
+            qk_norm=False,
         )
     )
 

@@ -33,7 +33,7 @@ class GPTConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
     qkv_bias: bool = False  # Qwen2
-    qk_norm: bool = False  # Qwen3: RMSNorm over each head's query and key
+    qk_norm: bool = True  # RMSNorm over each head's query and key, as in Qwen3; Llama and Qwen2 have none
     tied: bool = False  # the head is the embedding
 
     def __post_init__(self):

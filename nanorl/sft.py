@@ -26,9 +26,8 @@ from nanorl.rollout import Rollout
 from nanorl.scorer import score
 from nanorl.tasks.task import Task
 
-DECAY = 0.6  # the share of the steps in which the learning rate falls to zero
-WARMUP = 20  # steps in which it rises; without them one seed in five learned the steps of a chain late or badly
-MICRO_BATCH = 72  # rows; they are sorted by length, so most demonstrations that answer at once stay among themselves
+WARMUP = 20  # steps in which the learning rate rises; it then falls to zero with the last step
+MICRO_BATCH = 60  # rows; they are sorted by length, so most demonstrations that answer at once stay among themselves
 BATCH = 96  # demonstrations a step
 LEARNING_RATE = 0.01
 
@@ -67,7 +66,7 @@ def warm_start(
             loss = token_mean(-logprobs, part.mask, denominator=tokens)
             loss.backward()
             total += loss.detach()
-        optimizer.update(total, schedule(step, steps, decay=DECAY, warmup=WARMUP))
+        optimizer.update(total, schedule(step, steps, decay=1.0, warmup=WARMUP))
         report(step, total.item())
 
 

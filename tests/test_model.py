@@ -8,9 +8,9 @@ from nanorl.model import GPT, GPTConfig, KVCache, Place, RMSNorm, SwiGLU, frozen
 
 # What tells the checkpoints apart that must fit: Llama, Qwen2, Qwen3, and plain multi-head attention.
 FORMS = {
-    "llama": {},
-    "qwen2": {"qkv_bias": True, "tied": True},
-    "qwen3": {"qk_norm": True, "head_width": 10},
+    "llama": {"qk_norm": False},
+    "qwen2": {"qk_norm": False, "qkv_bias": True, "tied": True},
+    "qwen3": {"head_width": 10},
     "multi_head": {"kv_heads": 4, "ffn": 48},
     "multi_query": {"kv_heads": 1, "rope_theta": 100.0},
 }
@@ -162,7 +162,7 @@ def test_trap_c1_padding_on_the_right_changes_nothing(tiny_gpt, form, dtype, tol
         assert torch.equal(padded[0], padded[1]) and torch.equal(padded[0], padded[2])
 
 
-@pytest.mark.parametrize("form", [{}, {"qk_norm": True, "qkv_bias": True}])
+@pytest.mark.parametrize("form", [{}, {"qk_norm": False, "qkv_bias": True}])
 def test_grouped_query_attention_is_multi_head_attention_with_repeated_keys_and_values(tiny_gpt, form):
     grouped = tiny_gpt(dtype=torch.float64, kv_heads=2, **form)
     full = GPT(dataclasses.replace(grouped.config, kv_heads=4)).double()
@@ -245,13 +245,13 @@ def test_trap_c5_too_many_tokens_are_an_error_that_names_both_numbers(tiny_gpt):
 # ---- parameters
 
 
-def test_query_key_norms_and_biases_are_parameters_only_when_asked_for():
+def test_norms_biases_and_an_untied_head_are_parameters_only_where_the_form_has_them():
     def names(**form):
         return {name.split("attention.", 1)[-1] for name, _ in GPT(GPTConfig(20, layers=1, **form)).named_parameters()}
 
     plain = names()
     assert not any("bias" in name for name in plain)
-    assert names(qk_norm=True) - plain == {"query_norm.weight", "key_norm.weight"}
+    assert plain - names(qk_norm=False) == {"query_norm.weight", "key_norm.weight"}
     assert names(qkv_bias=True) - plain == {"query.bias", "key.bias", "value.bias"}
     assert plain - names(tied=True) == {"head_weight"}
 
@@ -259,8 +259,8 @@ def test_query_key_norms_and_biases_are_parameters_only_when_asked_for():
 @pytest.mark.parametrize(
     "form, name",
     [
-        ({"qk_norm": True}, "query_norm.weight"),
-        ({"qk_norm": True}, "key_norm.weight"),
+        ({}, "query_norm.weight"),
+        ({}, "key_norm.weight"),
         ({"qkv_bias": True}, "query.bias"),
         ({"qkv_bias": True}, "key.bias"),
         ({"qkv_bias": True}, "value.bias"),

@@ -13,7 +13,11 @@ from nanorl.sampler import Sampler, choose, truncate, uniform
 from nanorl.tokenizer import Tokenizer
 
 both_ways = pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
-FORMS = {"llama": {}, "qwen2": {"qkv_bias": True, "tied": True}, "qwen3": {"qk_norm": True, "head_width": 10}}
+FORMS = {
+    "llama": {"qk_norm": False},
+    "qwen2": {"qk_norm": False, "qkv_bias": True, "tied": True},
+    "qwen3": {"head_width": 10},
+}
 RAGGED = [[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [3, 3], [19, 0, 19], [9, 9, 9, 9, 9, 9]]
 
 

@@ -28,16 +28,20 @@ SHAPE = {
 }
 # Theirs, and what tells it from a Llama in ours.
 MODELS = {
-    "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**SHAPE, tie_word_embeddings=False), {}),
+    "llama": (
+        transformers.LlamaForCausalLM,
+        transformers.LlamaConfig(**SHAPE, tie_word_embeddings=False),
+        {"qk_norm": False},
+    ),
     "qwen2": (
         transformers.Qwen2ForCausalLM,
         transformers.Qwen2Config(**SHAPE, tie_word_embeddings=True),
-        {"qkv_bias": True, "tied": True},
+        {"qk_norm": False, "qkv_bias": True, "tied": True},
     ),
     "qwen3": (
         transformers.Qwen3ForCausalLM,
         transformers.Qwen3Config(**SHAPE, tie_word_embeddings=False, head_dim=12),
-        {"qk_norm": True, "head_width": 12},
+        {"head_width": 12},
     ),
 }
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [11, 49, 0, 21], [8] * 20, [30, 31]]
