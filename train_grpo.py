@@ -154,6 +154,13 @@ def main(config: Config) -> dict:
         sampler = Sampler(policy)
         held_out = task.held_out_problems(config.eval_problems)
         rows = config.prompts * config.group_size  # B, responses a step
+        sampling = {
+            "samples_per_prompt": config.group_size,
+            "max_new_tokens": max_new_tokens,
+            "stop_ids": [task.tokenizer.eos_id],
+            "temperature": config.temperature,
+        }
+        run.results["sampling"] = sampling  # as it was, defaults filled in
 
         for step in run.steps():
             evaluated = {}
@@ -167,10 +174,7 @@ def main(config: Config) -> dict:
                 problems = task.training_problems(config.prompts, f"grpo {config.seed} {step}")
                 rollout = sampler.generate(
                     [task.tokenizer.encode_prompt(problem.prompt) for problem in problems],
-                    samples_per_prompt=config.group_size,
-                    max_new_tokens=max_new_tokens,
-                    stop_ids=[task.tokenizer.eos_id],
-                    temperature=config.temperature,
+                    **sampling,
                     seed=config.seed,
                     sample_ids=range(step * rows, (step + 1) * rows),  # new random numbers in every step
                 )

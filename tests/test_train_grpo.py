@@ -161,6 +161,16 @@ def test_the_summary_holds_the_evaluations_before_and_after_seconds_and_seed(fin
     assert seconds["sample"] + seconds["reward"] + seconds["update"] <= seconds["train"] + 2e-3  # rounding
 
 
+def test_trap_c2_the_summary_says_how_training_sampled_its_defaults_filled_in(finished):
+    task = ChainArithmetic()
+    assert json.loads((finished[0] / "summary.json").read_text())["sampling"] == {
+        "samples_per_prompt": 4,
+        "max_new_tokens": task.max_new_tokens,
+        "stop_ids": [task.tokenizer.eos_id],
+        "temperature": 1.0,
+    }
+
+
 LOGGED = {  # trap H.3, and what the contract adds
     "step",
     "reward",
