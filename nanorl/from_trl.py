@@ -125,8 +125,8 @@ def read(path: Path) -> dict[str, Any]:
 
     Nothing in the file is run. A field that TRL 1.16 does not know is an error that names the nearest ones.
     """
-    text = path.read_text()
     try:
+        text = path.read_text()
         pairs = json.loads(text, object_pairs_hook=list) if text.lstrip().startswith("{") else keywords(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
         raise RunError(f"{path} is neither JSON nor keywords of GRPOConfig: {error}") from None
@@ -211,6 +211,8 @@ def translate(given: dict[str, Any]) -> Translation:
         if name in given and isinstance(fields[name], float):
             del result.flags[RENAMED[name]]
             result.without[name] = "a share of the run's steps: give a number of steps"
+    if fields["max_completion_length"] is None:
+        result.without["max_completion_length"] = "a response needs a limit: left to the task"
     if "learning_rate" in given:
         result.remarks.append(
             "--learning-rate is Muon's here, whose steps differ in size from AdamW's: 1e-3 by default"
@@ -239,7 +241,7 @@ def checked(fields: dict[str, Any]) -> dict[str, Any]:
         (NUMBERS, "a number", lambda value: type(value) in (int, float) and math.isfinite(value)),
     ):
         for name, default in kind.items():
-            optional = default is None or name == "max_completion_length"
+            optional = default is None or name in ("max_completion_length", "vllm_importance_sampling_clip_max")
             if not (allowed(fields[name]) or (optional and fields[name] is None)):
                 refuse(name, expected)
     return fields
