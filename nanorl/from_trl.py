@@ -200,6 +200,12 @@ def translate(given: dict[str, Any]) -> Translation:
     fields = checked(DEFAULTS | {name: value for name, value in given.items() if name in DEFAULTS})
     result = Translation(without={name: REASONS[name] for name in given if name in REASONS})
     algorithm(fields, result)
+    if fields["mask_truncated_completions"]:
+        result.flags["overlong_filtering"] = True
+        if result.flags.get("algo") in ("grpo", "dr_grpo", "gspo"):
+            result.remarks.append(
+                "TRL divides by the number of all responses, masked ones too; here those are in no mean"
+            )
     clipping(fields, given, result)
     penalty(fields, given, result)
     batches(fields, given, result)
@@ -273,19 +279,16 @@ def algorithm(fields: dict[str, Any], result: Translation) -> None:
         )
     if algo == "dapo":  # TRL's is the loss alone
         result.flags |= {"dynamic_sampling": False, "overlong_penalty": False, "overlong_filtering": False}
-    if fields["mask_truncated_completions"]:
-        result.flags["overlong_filtering"] = True
-        if algo in ("grpo", "dr_grpo", "gspo"):
-            result.remarks.append(
-                "TRL divides by the number of all responses, masked ones too; here they are in no mean"
-            )
 
 
 def clipping(fields: dict[str, Any], given: dict[str, Any], result: Translation) -> None:
     """--clip-low and --clip-high. TRL takes epsilon for both sides where epsilon_high is not given."""
     algo, low = result.flags.get("algo"), fields["epsilon"]
     high = low if fields["epsilon_high"] is None else fields["epsilon_high"]
-    if algo == "cispo":
+    if algo is None:
+        reason = "its meaning is the algorithm's, which is yours to choose"
+        result.without |= {name: reason for name in ("epsilon", "epsilon_high") if name in given}
+    elif algo == "cispo":
         if "epsilon" in given and fields["epsilon_high"] is not None:
             result.without["epsilon"] = "without effect under cispo, whose weight has no lower bound"
         if high < 1:

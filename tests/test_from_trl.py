@@ -168,6 +168,12 @@ def test_a_loss_that_is_not_here_has_no_counterpart(loss_type):
     assert "algo" not in result.flags and "loss_type" in result.without
 
 
+def test_without_an_algorithm_a_clip_range_has_no_meaning():
+    result = translate({"loss_type": "sapo", "epsilon": 0.1, "epsilon_high": 5.0, "mask_truncated_completions": True})
+    assert not {"clip_low", "clip_high"} & result.flags.keys() and result.flags["overlong_filtering"]
+    assert result.without.keys() == {"loss_type", "epsilon", "epsilon_high"}
+
+
 def test_the_scale_of_advantages_is_the_rows():
     assert "scale_rewards" not in translate({"loss_type": "grpo"}).without
     assert "scale_rewards" not in translate({"loss_type": "grpo", "scale_rewards": True}).without
@@ -185,7 +191,7 @@ def test_masked_truncated_responses_are_overlong_filtering():
     assert some(flags(loss_type="grpo", mask_truncated_completions=True), overlong_filtering=True)
     assert "overlong_filtering" not in flags(loss_type="grpo")
     remarks = translate({"loss_type": "grpo", "mask_truncated_completions": True}).remarks
-    assert any("here they are in no mean" in remark for remark in remarks)
+    assert any("here those are in no mean" in remark for remark in remarks)
 
 
 # ---- clipping and KL

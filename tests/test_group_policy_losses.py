@@ -398,6 +398,8 @@ def test_trap_a6_capped_weights_count_for_either_sign_and_without_clipping_nothi
     metrics = four_tokens("cispo", clip_high=0.28)
     assert (metrics["clip_fraction_low"].item(), metrics["clip_fraction_high"].item()) == (0.0, 0.5)
     assert four_tokens("cispo")["clip_fraction_high"].item() == 0.0  # no weight above 5
+    for advantage, capped in ((1.0, 1.0), (0.0, 0.0)):  # without advantage a cap changes nothing
+        assert one_token("cispo", 10.0, advantage)[2]["clip_fraction_high"].item() == capped
     metrics = four_tokens("reinforce")
     assert metrics["clip_fraction_low"].item() == metrics["clip_fraction_high"].item() == 0.0
 
