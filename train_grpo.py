@@ -133,6 +133,7 @@ def main(config: Config) -> dict:
             max_context=task.max_prompt_tokens + max(max_new_tokens, task.max_new_tokens),
         )
         options = {"beta": config.beta or None, "clip_low": config.clip_low, "clip_high": config.clip_high}
+        options["max_length"] = max_new_tokens  # a keyword of dr_grpo alone
         algorithm.chosen(**options)  # an option that the loss does not have is an error
     policy = GPT(shape).to(device, dtype)
 

@@ -68,13 +68,35 @@ def group_advantages(
     return torch.where(centred == 0, 0.0, centred / (std + eps)).to(dtype)
 
 
+def leave_one_out(rewards: Tensor, groups: Tensor, *, valid: Tensor | None = None) -> Tensor:
+    """r - mean of the others in the group: RLOO's advantage (Kool et al. 2019; Ahmadian et al. 2024).
+
+    Shapes, `valid` and errors as in `group_advantages`; a group of equal rewards, or of one, gets exactly 0.
+
+    The baseline does not depend on the response it judges, so the gradient is unbiased. With n responses this is
+    n / (n - 1) times the distance to the mean of all: the mean that includes the response only shortens the gradient.
+    """
+    centred = group_advantages(rewards, groups, scale="none", valid=valid)
+    counted = torch.ones_like(centred) if valid is None else valid.to(centred.dtype)
+    size = ((groups[:, None] == groups) * counted).sum(1)  # (B,) valid members of each row's group
+    return centred * size / (size - 1).clamp(min=1)
+
+
 def group_max(values: Tensor, group: Tensor, count: int) -> Tensor:
     """(B,) -> (B,): the largest non-negative value of each row's group."""
     return values.new_zeros(count).scatter_reduce(0, group, values, "amax")[group]
 
 
-def importance_weights(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, *, cap: float) -> Tensor:
-    """min(pi_old / pi_behavior, cap) for each token, without gradient: (B, T), 1 outside the mask.
+def importance_weights(
+    old_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    cap: float,
+    level: Literal["token", "sequence"] = "token",
+) -> Tensor:
+    """min(pi_old / pi_behavior, cap) for each token, without gradient: (B, T), 1 outside the mask. With `level`
+    "sequence" one weight a response, (B,): the geometric mean of its tokens' ratios, as in GSPO's ratio.
 
     Sampler and scorer differ a little in half precision, and a lot when the sampler's weights lag behind. Multiplied
     into the advantages before the loss, the weights correct for that; the cap bounds their variance (truncated
@@ -82,5 +104,9 @@ def importance_weights(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Te
     """
     if not cap > 0:
         raise ValueError(f"cap must be positive, not {cap}")
+    if level not in ("token", "sequence"):
+        raise ValueError(f"unknown level {level!r}: choose one of token, sequence")
     log_weights = (old_logprobs - behavior_logprobs).detach().masked_fill(~mask.bool(), 0.0)
+    if level == "sequence":
+        log_weights = log_weights.sum(1) / mask.bool().sum(1).clamp(min=1)
     return clamp_log_ratio(log_weights).exp().clamp(max=cap)

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanorl.advantages import group_advantages, importance_weights
+from nanorl.advantages import group_advantages, importance_weights, leave_one_out
 
-ORACLE = json.loads((Path(__file__).parent / "data" / "advantages.json").read_text())["cases"]
+STORED = json.loads((Path(__file__).parent / "data" / "advantages.json").read_text())
+ORACLE = STORED["cases"]
 ONE_GROUP = torch.zeros(4, dtype=torch.long)
 
 
@@ -274,6 +275,56 @@ def test_an_eps_that_would_turn_or_break_the_signs_is_refused(eps):
         group_advantages(torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.long), eps=eps)
 
 
+# Leave-one-out.
+
+RLOO_LEFT_OUT = {"two/normalize": "whitens over the whole batch"}
+RLOO = [case for case in STORED["rloo"]["cases"] if case["name"] not in RLOO_LEFT_OUT]
+
+
+@pytest.mark.parametrize("case", RLOO, ids=[case["name"] for case in RLOO])
+def test_leave_one_out_agrees_with_trl(case):
+    """TRL's RLOO clips rewards and takes beta times the KL off them first; both are the caller's business here."""
+    config = case["config"]
+    weights = config.get("reward_weights", [1.0] * len(case["rewards_per_func"][0]))
+    low, high = config.get("reward_clip_range", (-math.inf, math.inf))
+    lengths = [len(tokens) for tokens in STORED["completions"]]
+    rewards, valid = [], []
+    for i, row in enumerate(case["rewards_per_func"]):
+        given_rewards = [w * r for w, r in zip(weights, row, strict=True) if r is not None]
+        old, ref = (STORED["rloo"][name][i][: lengths[i]] for name in ("old_logps", "ref_logps"))
+        reward = min(max(sum(given_rewards), low), high)
+        rewards.append(reward - config.get("beta", 0.0) * (sum(old) - sum(ref)))
+        valid.append(bool(given_rewards))
+    groups = torch.arange(len(rewards)) // config["num_generations"]
+    advantages = leave_one_out(f64(*rewards), groups, valid=torch.tensor(valid))
+    torch.testing.assert_close(advantages, f64(*case["advantages"]), rtol=0, atol=1e-10)
+
+
+def test_the_cases_of_leave_one_out_are_all_tried_but_those_named():
+    assert {case["name"] for case in RLOO} >= {"one", "one/beta=0.05", "two/clip", "holes"}
+    assert {case["name"] for case in STORED["rloo"]["cases"]} == {case["name"] for case in RLOO} | RLOO_LEFT_OUT.keys()
+
+
+def test_leave_one_out_subtracts_the_mean_of_the_others():
+    rewards, groups = f64(1, 0, 5, 2, 2, 8), torch.tensor([0, 0, 1, 0, 1, 2])  # groups of 3, 2 and 1
+    expected = f64(1 - 2 / 2, 0 - 3 / 2, 5 - 2, 2 - 1 / 2, 2 - 5, 0)
+    torch.testing.assert_close(leave_one_out(rewards, groups), expected, rtol=0, atol=1e-14)
+
+
+def test_leave_one_out_is_the_distance_to_the_mean_of_all_times_n_over_n_minus_1():
+    rewards, groups = f64(1, 0, 0.5, 3, 2, 2), torch.tensor([0, 0, 0, 0, 1, 1])
+    plain = group_advantages(rewards, groups, scale="none")
+    torch.testing.assert_close(leave_one_out(rewards, groups)[:4], plain[:4] * 4 / 3, rtol=0, atol=1e-14)
+    assert leave_one_out(rewards, groups)[4:].tolist() == [0.0, 0.0]
+
+
+def test_leave_one_out_needs_finite_rewards_or_valid():
+    with pytest.raises(ValueError, match="reward of row 1 is nan"):
+        leave_one_out(f64(1, math.nan, 3), ONE_GROUP[:3])
+    advantages = leave_one_out(f64(1, math.nan, 3), ONE_GROUP[:3], valid=torch.tensor([True, False, True]))
+    assert advantages.tolist() == [-2.0, 0.0, 2.0]
+
+
 # Truncated importance weights.
 
 
@@ -285,6 +336,18 @@ def test_importance_weights_are_the_ratio_of_old_to_behavior_policy_up_to_the_ca
     expected = [math.exp(0.5), 2.0, math.exp(-0.5), 1.0]
     torch.testing.assert_close(weights[0], torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
     assert not weights.requires_grad
+
+
+def test_importance_weights_of_sequences_are_the_geometric_means_of_their_tokens_ratios():
+    old = torch.full((3, 3), -1.0, dtype=torch.float64, requires_grad=True)
+    rows = [[-1.3, -1.0, math.nan], [-9.0, -9.0, -9.0], [math.nan, math.inf, 0.0]]
+    behavior = torch.tensor(rows, dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]])
+    weights = importance_weights(old, behavior, mask, cap=2.0, level="sequence")
+    torch.testing.assert_close(weights, f64(math.exp(0.15), 2.0, 1.0), rtol=0, atol=1e-12)
+    assert not weights.requires_grad
+    with pytest.raises(ValueError, match="unknown level 'word': choose one of token, sequence"):
+        importance_weights(old, behavior, mask, cap=2.0, level="word")
 
 
 def test_importance_weights_make_the_advantage_of_another_samplers_tokens_unbiased():

@@ -5,6 +5,8 @@ Schulman et al. 2017, eq. 7: maximise min(r A, clip(r, 1 - low, 1 + high) A) wit
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -54,9 +56,10 @@ def clipped_surrogate(
 
 
 def kl_penalty(
-    logprobs: Tensor, ref_logprobs: Tensor | None, beta: float, mask: Tensor
+    logprobs: Tensor, ref_logprobs: Tensor | None, beta: float, mask: Tensor, mean: Callable = token_mean
 ) -> tuple[Tensor | float, dict[str, Tensor]]:
-    """beta times the k3 estimate of KL(policy || reference) a token, to be added to a per-token loss, and its metric.
+    """beta times the k3 estimate of KL(policy || reference) a token, to be added to a per-token loss, and its metric,
+    the `mean` of the estimate.
 
     Without a reference 0 and no metric; a beta that is not 0 then is an error.
     """
@@ -65,15 +68,20 @@ def kl_penalty(
             raise ValueError(f"beta = {beta} needs ref_logprobs, the log-probs under the reference policy")
         return 0.0, {}
     kl = kl_estimate(masked(logprobs, mask), masked(ref_logprobs, mask), "k3")  # (B, T)
-    return beta * kl, {"kl_ref": token_mean(kl.detach(), mask)}
+    return beta * kl, {"kl_ref": mean(kl.detach(), mask)}
 
 
 @torch.no_grad()
 def ratio_metrics(
-    log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    mean: Callable = token_mean,
 ) -> dict[str, Tensor]:
-    """Means over the trainable tokens. A ratio counts as clipped only where clipping changes the loss: below the band
-    with a negative advantage, above it with a positive one."""
+    """Means over the trainable tokens, or as `mean` says. A ratio counts as clipped only where clipping changes the
+    loss: below the band with a negative advantage, above it with a positive one."""
     ratio = log_ratio.exp()
     low, high = (ratio < 1 - clip_low) & (advantages < 0), (ratio > 1 + clip_high) & (advantages > 0)
     per_token = {
@@ -82,4 +90,4 @@ def ratio_metrics(
         "ratio": ratio,
         "kl_old": k3(log_ratio),  # KL(old || policy), the tokens being the old policy's
     }
-    return {name: token_mean(values, mask) for name, values in per_token.items()}
+    return {name: mean(values, mask) for name, values in per_token.items()}

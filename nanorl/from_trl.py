@@ -1,0 +1,382 @@
+"""A GRPOConfig of TRL's as options of train_grpo.py: what has a counterpart, and why the rest has none.
+
+Names and defaults are those of TRL 1.16. What defines the algorithm is always translated, at TRL's default where the
+file does not say otherwise; the rest (learning rate, lengths, folders) only where the file gives it.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import json
+import math
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanorl.errors import RunError
+
+# What is translated: field -> its default in TRL 1.16, by what its value must be.
+CHOICES = {
+    "loss_type": ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"),  # the first is the default
+    "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ("group", "batch", "none"),
+    "vllm_importance_sampling_mode": ("sequence_mask", "sequence_truncate", "token_mask", "token_truncate"),
+}
+SWITCHES = {
+    "use_bias_correction_kl": True,
+    "mask_truncated_completions": False,
+    "use_vllm": False,
+    "vllm_importance_sampling_correction": True,
+    "use_cpu": False,
+    "bf16": None,
+}
+COUNTS = {
+    "num_generations": 8,
+    "num_iterations": 1,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": None,
+    "generation_batch_size": None,
+    "max_completion_length": 512,
+}
+NUMBERS = {
+    "epsilon": 0.2,
+    "epsilon_high": None,
+    "delta": None,
+    "beta": 0.0,
+    "temperature": 1.0,
+    "learning_rate": 1e-6,
+    "seed": 42,
+    "max_steps": -1,
+    "save_steps": 500,
+    "eval_steps": None,
+    "vllm_importance_sampling_clip_max": 3.0,
+    "vllm_importance_sampling_clip_min": None,
+    "vllm_importance_sampling_cap": None,  # the old name of clip_max
+}
+DEFAULTS = {name: choices[0] for name, choices in CHOICES.items()} | SWITCHES | COUNTS | NUMBERS | {"output_dir": None}
+SIZES = {"per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"}
+RENAMED = {  # field -> our option, of the same meaning
+    "max_completion_length": "max_new_tokens",
+    "temperature": "temperature",
+    "learning_rate": "learning_rate",
+    "seed": "seed",
+    "output_dir": "out",
+    "save_steps": "save_every",
+    "eval_steps": "eval_every",
+}
+# why there is no counterpart -> fields
+WITHOUT = {
+    "the model is built here, or loaded as it is": "model_init_kwargs trust_remote_code router_aux_loss_coef "
+    "disable_dropout cast_lm_head_to_fp32 neftune_noise_alpha",
+    "training samples from the whole distribution, which is the one that is scored": "top_p top_k min_p "
+    "generation_kwargs repetition_penalty",
+    "sampling has one path, in this process": "cache_implementation use_cache vllm_mode vllm_model_impl "
+    "vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url vllm_server_host vllm_server_port "
+    "vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size "
+    "use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged",
+    "problems, prompts and rewards are the task's": "remove_unused_columns shuffle_dataset chat_template_kwargs "
+    "reward_weights multi_objective_aggregation max_tool_calling_iterations label_names train_sampling_strategy "
+    "length_column_name ignore_data_skip data_seed dataloader_drop_last dataloader_num_workers dataloader_pin_memory "
+    "dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order",
+    "a task makes new problems for ever: say --steps": "num_train_epochs",
+    "responses are padded to the longest of the batch": "pad_to_multiple_of",
+    "belongs to a loss that is not here": "sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos "
+    "vespo_k_neg vespo_lambda_neg label_smoothing_factor",
+    "the reference is frozen": "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
+    "the losses have no entropy term and mask no tokens by entropy": "top_entropy_quantile entropy_coef "
+    "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target",
+    "no loss drops a response for being far off-policy": "off_policy_mask_threshold",
+    "the optimizer is Muon with AdamW, its rate constant and then linear to 0": "optim optim_args optim_target_modules "
+    "weight_decay adam_beta1 adam_beta2 adam_epsilon lr_scheduler_type lr_scheduler_kwargs warmup_steps",
+    "gradients are scaled down to a norm of at most 1": "max_grad_norm",
+    "every mean has the denominator of the whole batch anyway": "average_tokens_across_devices",
+    "float16 is too narrow for the bound on ratios: --dtype bfloat16": "fp16 fp16_full_eval",
+    "precision is --dtype for everything": "bf16_full_eval tf32",
+    "memory and speed, not the result: --micro-batch bounds memory": "activation_checkpointing "
+    "activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs torch_compile "
+    "torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config torch_empty_cache_steps "
+    "auto_find_batch_size skip_memory_metrics",
+    "one process on one device": "ds3_gather_for_generation accelerator_config parallelism_config "
+    "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp "
+    "fsdp_config deepspeed local_rank log_on_each_node save_on_each_node",
+    "every step is logged to metrics.jsonl, samples to samples.txt and samples.html": "log_completions log_multimodal "
+    "num_completions_to_print log_unique_prompts log_completions_hub_repo logging_strategy logging_steps "
+    "logging_first_step logging_nan_inf_filter include_num_input_tokens_seen log_level log_level_replica disable_tqdm "
+    "report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id",
+    "evaluation is on held-out problems, one response each: --eval-every, --eval-problems": "num_generations_eval "
+    "eval_strategy eval_delay per_device_eval_batch_size prediction_loss_only eval_on_start eval_do_concat_batches "
+    "eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics do_eval do_predict",
+    "checkpoints: --save-every, and --resume goes on from the last": "save_only_model save_strategy save_total_limit "
+    "enable_jit_checkpoint load_best_model_at_end metric_for_best_model greater_is_better resume_from_checkpoint "
+    "restore_callback_states_from_checkpoint",
+    "nothing is uploaded": "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push "
+    "hub_revision",
+    "the same seed gives the same run anyway": "full_determinism",
+    "there is no such switch": "do_train debug",
+}
+REASONS = {name: reason for reason, names in WITHOUT.items() for name in names.split()}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Fields of a GRPOConfig in a file: JSON, Python that calls GRPOConfig(...), keywords, or lines key=value.
+
+    Nothing in the file is run. A field that TRL 1.16 does not know is an error that names the nearest ones.
+    """
+    try:
+        text = path.read_text()
+        pairs = json.loads(text, object_pairs_hook=list) if text.lstrip().startswith("{") else keywords(text)
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        raise RunError(f"{path} is neither JSON nor keywords of GRPOConfig: {error}") from None
+    given = {}
+    for name, value in pairs:
+        if name in given:
+            raise RunError(f"{path} gives {name} twice")
+        if name not in DEFAULTS and name not in REASONS:
+            near = difflib.get_close_matches(name, [*DEFAULTS, *REASONS], 3, 0.5)
+            mend = f"did you mean {' or '.join(near)}?" if near else "look it up in TRL's documentation"
+            raise RunError(f"{path}: GRPOConfig of TRL 1.16 has no {name}: {mend}")
+        given[name] = value
+    return given
+
+
+def keywords(text: str) -> list[tuple[str, Any]]:
+    """Python's text -> (name, value) pairs: of the call of GRPOConfig in it, else of all of it as keywords or lines."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        tree = ast.parse(f"GRPOConfig({text}\n)")  # keywords on several lines
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [call for call in calls if getattr(call.func, "attr", getattr(call.func, "id", "")) == "GRPOConfig"]
+    if len(calls) > 1:
+        raise ValueError(f"GRPOConfig is called {len(calls)} times: leave one of them")
+    if calls:
+        if calls[0].args or any(keyword.arg is None for keyword in calls[0].keywords):
+            raise ValueError("give every field of GRPOConfig by its name")
+        return [(keyword.arg, literal(keyword.arg, keyword.value)) for keyword in calls[0].keywords]
+    pairs = []
+    for line in tree.body:
+        if not (isinstance(line, ast.Assign) and len(line.targets) == 1 and isinstance(line.targets[0], ast.Name)):
+            raise ValueError(f"line {line.lineno} is not key=value")
+        value = line.value
+        if isinstance(value, ast.Tuple) and len(value.elts) == 1:  # a comma at the end of the line
+            value = value.elts[0]
+        pairs.append((line.targets[0].id, literal(line.targets[0].id, value)))
+    return pairs
+
+
+def literal(name: str, node: ast.expr) -> Any:
+    if isinstance(node, ast.Name):  # a word without quotes
+        return {"true": True, "false": False, "null": None, "none": None}.get(node.id.lower(), node.id)
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        raise ValueError(f"{name} must be a plain value, not {ast.unparse(node)}") from None
+
+
+@dataclass
+class Translation:
+    """`flags` of train_grpo.py, what to know about them, and the fields `without` counterpart with the reason."""
+
+    flags: dict[str, Any] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+    without: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        flags = {"algo": "CHOOSE"} | self.flags  # where no algorithm fits, train_grpo.py lists those there are
+        words = [word for name, value in flags.items() for word in ("--" + name.replace("_", "-"), str(value))]
+        parts = [shlex.join(["python", "train_grpo.py", *words])]
+        if self.remarks:
+            parts.append("\n  ".join(["To know:", *self.remarks]))
+        if self.without:
+            parts.append("\n  ".join(["Without counterpart:", *(f"{a}: {b}" for a, b in self.without.items())]))
+        return "\n\n".join(parts)
+
+
+def translate(given: dict[str, Any]) -> Translation:
+    """Fields of a GRPOConfig -> options of train_grpo.py. A value of the wrong kind is an error, a RunError."""
+    fields = checked(DEFAULTS | {name: value for name, value in given.items() if name in DEFAULTS})
+    result = Translation(without={name: REASONS[name] for name in given if name in REASONS})
+    algorithm(fields, result)
+    if fields["mask_truncated_completions"]:
+        result.flags["overlong_filtering"] = True
+        if result.flags.get("algo") in ("grpo", "dr_grpo", "gspo"):
+            result.remarks.append(
+                "TRL divides by the number of all responses, masked ones too; here those are in no mean"
+            )
+    clipping(fields, given, result)
+    penalty(fields, given, result)
+    batches(fields, given, result)
+    importance(fields, given, result)
+    for name, option in RENAMED.items():
+        if fields[name] is not None and name in given:
+            result.flags[option] = fields[name]
+    for name in ("save_steps", "eval_steps"):
+        if name in given and isinstance(fields[name], float):
+            del result.flags[RENAMED[name]]
+            result.without[name] = "a share of the run's steps: give a number of steps"
+    if fields["max_completion_length"] is None:
+        result.without["max_completion_length"] = "a response needs a limit: left to the task"
+    if "learning_rate" in given:
+        result.remarks.append(
+            "--learning-rate is Muon's here, whose steps differ in size from AdamW's: 1e-3 by default"
+        )
+    if fields["bf16"] is not None:
+        result.flags["dtype"] = "bfloat16" if fields["bf16"] else "float32"
+    if fields["use_cpu"]:
+        result.flags["device"] = "cpu"
+    return result
+
+
+def checked(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields, each of the kind TRL takes."""
+    if isinstance(fields["scale_rewards"], bool):
+        fields["scale_rewards"] = "group" if fields["scale_rewards"] else "none"
+
+    def refuse(name: str, expected: str):
+        raise RunError(f"{name} must be {expected}, not {fields[name]!r}")
+
+    for name, choices in CHOICES.items():
+        if fields[name] not in choices:
+            refuse(name, f"one of {', '.join(choices)}")
+    for kind, expected, allowed in (
+        (SWITCHES, "True or False", lambda value: isinstance(value, bool)),
+        (COUNTS, "a whole number of at least 1", lambda value: type(value) is int and value >= 1),
+        (NUMBERS, "a number", lambda value: type(value) in (int, float) and math.isfinite(value)),
+    ):
+        for name, default in kind.items():
+            optional = default is None or name in ("max_completion_length", "vllm_importance_sampling_clip_max")
+            if not (allowed(fields[name]) or (optional and fields[name] is None)):
+                refuse(name, expected)
+    return fields
+
+
+def algorithm(fields: dict[str, Any], result: Translation) -> None:
+    """--algo, and what of the algorithm its row decides."""
+    loss, level = fields["loss_type"], fields["importance_sampling_level"]
+    if loss in ("sapo", "luspo", "vespo"):
+        result.without["loss_type"] = f"there is no {loss} here: write it as a loss of your own"
+        return
+    if loss == "bnpo":
+        result.without["loss_type"] = (
+            "bnpo's mean is over the tokens of a micro-batch and changes with its size; --algo dapo has the mean over "
+            "those of the whole batch"
+        )
+        return
+    if level == "sequence" and loss != "grpo":
+        result.without["importance_sampling_level"] = (
+            f"the ratio of a sequence under loss_type={loss!r} weighs long responses more, which is not GSPO: "
+            "that is loss_type='grpo', here --algo gspo"
+        )
+        return
+    algo = result.flags["algo"] = "gspo" if level == "sequence" else loss
+    scale = "none" if algo == "dr_grpo" else "group"
+    if fields["scale_rewards"] != scale:
+        result.without["scale_rewards"] = (
+            f"--algo {algo} has scale {scale!r} (its row in nanorl/algorithms.py), not {fields['scale_rewards']!r}"
+        )
+    if algo == "dapo":  # TRL's is the loss alone
+        result.flags |= {"dynamic_sampling": False, "overlong_penalty": False, "overlong_filtering": False}
+
+
+def clipping(fields: dict[str, Any], given: dict[str, Any], result: Translation) -> None:
+    """--clip-low and --clip-high. TRL takes epsilon for both sides where epsilon_high is not given."""
+    algo, low = result.flags.get("algo"), fields["epsilon"]
+    high = low if fields["epsilon_high"] is None else fields["epsilon_high"]
+    if algo is None:
+        reason = "its meaning is the algorithm's, which is yours to choose"
+        result.without |= {name: reason for name in ("epsilon", "epsilon_high") if name in given}
+    elif algo == "cispo":
+        if "epsilon" in given and fields["epsilon_high"] is not None:
+            result.without["epsilon"] = "without effect under cispo, whose weight has no lower bound"
+        if high < 1:
+            name = "epsilon" if fields["epsilon_high"] is None else "epsilon_high"
+            result.without[name] = (
+                f"TRL's cispo caps every weight at {high:g}, below the 1 of an unchanged policy; here the cap is "
+                "1 + --clip-high, ScaleRL's is epsilon_high=5.0"
+            )
+        else:
+            result.flags["clip_high"] = round(high - 1, 12)
+            result.remarks.append("cispo: TRL's epsilon_high is the cap itself, here the cap is 1 + --clip-high")
+    else:
+        result.flags |= {"clip_low": min(low, 1), "clip_high": high}  # no ratio is below 0
+        if algo == "gspo" and low >= 0.01:
+            result.remarks.append("gspo: the paper clips at 3e-4 and 4e-4; 0.2 hardly ever clips a sequence's ratio")
+    if fields["delta"] is not None:
+        result.without["delta"] = (
+            "no option; if it is above 1 + epsilon_high, `dual_clip` of the losses bounds the same"
+        )
+
+
+def penalty(fields: dict[str, Any], given: dict[str, Any], result: Translation) -> None:
+    """--beta: the KL term is k3, never multiplied by the ratio."""
+    result.flags["beta"] = fields["beta"]
+    name = "use_bias_correction_kl"
+    if fields["beta"] and fields[name]:
+        result.without[name] = (
+            "on in TRL unless set to False: multiplies the KL term by the ratio, which is not done here"
+        )
+    elif name in given:
+        result.remarks.append(
+            f"{name} = {fields[name]}: " + ("as here" if fields["beta"] else "without effect, beta is 0")
+        )
+
+
+def batches(fields: dict[str, Any], given: dict[str, Any], result: Translation) -> None:
+    """--group-size, --prompts, --updates-per-rollout, --epochs, --steps, for one process."""
+    rows, accumulated = fields["per_device_train_batch_size"], fields["gradient_accumulation_steps"]
+    per_rollout, size = fields["steps_per_generation"], fields["generation_batch_size"]  # micro-batches, rows
+    group, epochs = fields["num_generations"], fields["num_iterations"]
+    if per_rollout is not None and size is not None:
+        raise RunError("steps_per_generation and generation_batch_size exclude each other: give one of them")
+    if size is not None and size % rows:
+        raise RunError(f"generation_batch_size {size} is no multiple of per_device_train_batch_size {rows}")
+    if per_rollout is None:
+        per_rollout = accumulated if size is None else size // rows
+    result.flags |= {"group_size": group, "epochs": epochs}
+    updates = 1
+    if per_rollout % accumulated == 0:
+        updates = result.flags["updates_per_rollout"] = per_rollout // accumulated
+    elif accumulated % per_rollout == 0 and epochs == 1:  # several rollouts of one policy make an update
+        result.flags["updates_per_rollout"] = 1
+        per_rollout = accumulated
+    else:
+        result.without["steps_per_generation"] = (
+            f"an update takes {accumulated} micro-batches and a rollout has {per_rollout}: updates straddle rollouts"
+        )
+    if SIZES & given.keys():
+        if rows * per_rollout % group:
+            result.remarks.append(
+                f"{rows * per_rollout} responses a rollout are no whole groups of {group}: set --prompts"
+            )
+        else:
+            result.flags["prompts"] = rows * per_rollout // group
+            result.remarks.append("--prompts is for one process: multiply by the number of yours")
+    if "per_device_train_batch_size" in given:
+        result.flags["micro_batch"] = rows
+    if fields["max_steps"] > 0:
+        result.flags["steps"] = math.ceil(fields["max_steps"] / (updates * epochs))
+        if updates * epochs > 1:
+            result.remarks.append(f"a step here is a rollout with its {updates * epochs} updates, in TRL one update")
+
+
+def importance(fields: dict[str, Any], given: dict[str, Any], result: Translation) -> None:
+    """--importance-cap: truncated weights of tokens, for a sampler that differs from the scorer."""
+    prefix = "vllm_importance_sampling_"
+    if "use_vllm" in given:
+        result.without["use_vllm"] = "sampling has one path, in this process"
+    names = [name for name in given if name.startswith(prefix)]
+    if not (fields["use_vllm"] and fields[prefix + "correction"]):
+        result.without |= dict.fromkeys(names, "without effect: use_vllm or the correction is off")
+        return
+    cap = fields[prefix + "clip_max"] if fields[prefix + "cap"] is None else fields[prefix + "cap"]
+    truncated = fields[prefix + "mode"] == "token_truncate" and fields[prefix + "clip_min"] is None and cap is not None
+    if truncated and result.flags.get("algo") != "gspo":
+        result.flags["importance_cap"] = cap
+    else:
+        result.without[prefix + "correction"] = (
+            "on in TRL with use_vllm; of its modes only token_truncate with clip_max alone is here: --importance-cap "
+            "(with gspo it is one weight a sequence)"
+        )

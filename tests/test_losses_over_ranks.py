@@ -1,0 +1,105 @@
+"""The losses on two processes that talk through gloo: what two ranks add up to is what one would have computed."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from nanorl.algorithms import ALGORITHMS, Algorithm
+from nanorl.losses.aggregate import sequence_count, token_count
+
+LENGTHS = [6, 1, 4, 5, 0, 2, 3]  # rank 0 takes the first 4 rows: 16 tokens, and rank 1 the others: 10
+RANKS = [slice(0, 4), slice(4, 7)]
+COLUMNS = 8  # of the features that the policy's log-probs are made of
+
+
+def batch(dtype: torch.dtype) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    rows, width = len(LENGTHS), max(LENGTHS)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    return {
+        "features": normal(rows, width, COLUMNS),
+        "old_logprobs": -1.5 + 0.5 * normal(rows, width),
+        "ref_logprobs": -1.5 + 0.5 * normal(rows, width),
+        "advantages": normal(rows),
+        "mask": torch.arange(width) < torch.tensor(LENGTHS)[:, None],
+    }
+
+
+def loss_and_gradient(algorithm: Algorithm, dtype: torch.dtype, rank: int | None) -> tuple[Tensor, Tensor]:
+    """Of the policy's weights. With a rank: of its rows, summed over the ranks."""
+    part = {name: values if rank is None else values[RANKS[rank]] for name, values in batch(dtype).items()}
+    weights = torch.linspace(-0.1, 0.1, COLUMNS, dtype=dtype).requires_grad_()
+    count = torch.tensor(token_count(part["mask"]) if algorithm.mean_over == "tokens" else sequence_count(part["mask"]))
+    if rank is not None:
+        dist.all_reduce(count)
+    loss, _ = algorithm.loss(
+        -1.5 + part["features"] @ weights,
+        part["old_logprobs"],
+        part["advantages"],
+        part["mask"],
+        **algorithm.chosen(
+            ref_logprobs=part["ref_logprobs"], beta=0.1, denominator=count.item(), max_length=max(LENGTHS)
+        ),
+    )
+    loss.backward()
+    loss = loss.detach()
+    if rank is not None:
+        dist.all_reduce(loss)
+        dist.all_reduce(weights.grad)
+    return loss, weights.grad
+
+
+def work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # this machine's own, also without a network
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=len(RANKS))
+    results = {
+        (name, dtype): loss_and_gradient(algorithm, dtype, rank)
+        for name, algorithm in ALGORITHMS.items()
+        for dtype in (torch.float32, torch.float64)
+    }
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def over_two_ranks(tmp_path_factory) -> list[dict]:
+    """Results of rank 0 and rank 1, every loss in one go."""
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(work, (str(folder),), nprocs=len(RANKS))
+    return [torch.load(folder / f"{rank}.pt") for rank in range(len(RANKS))]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-12)], ids=["float32", "float64"])
+def test_trap_a1_two_ranks_give_loss_and_gradient_of_one(over_two_ranks, name, dtype, tolerance):
+    loss, gradient = loss_and_gradient(ALGORITHMS[name], dtype, None)
+    assert gradient.abs().max() > 0.01
+    for results in over_two_ranks:
+        rank_loss, rank_gradient = results[name, dtype]
+        torch.testing.assert_close(rank_loss, loss, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(rank_gradient, gradient, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_trap_a1_the_mean_of_what_each_rank_alone_would_compute_is_another_number(name):
+    algorithm = ALGORITHMS[name]
+    whole, _ = loss_and_gradient(algorithm, torch.float64, None)
+    alone = []
+    for rows in RANKS:
+        part = {key: values[rows] for key, values in batch(torch.float64).items()}
+        logprobs = -1.5 + part.pop("features") @ torch.linspace(-0.1, 0.1, COLUMNS, dtype=torch.float64)
+        options = algorithm.chosen(beta=0.1, max_length=max(LENGTHS))
+        alone.append(algorithm.loss(logprobs, **part, **options)[0].item())
+    assert abs(sum(alone) / 2 - whole.item()) > 1e-3
