@@ -64,22 +64,32 @@ class GPTConfig:
 class KVCache:
     """Keys and values of the tokens already read. Each row has a length of its own, so rows need no left padding.
 
-    `lengths` (B,): tokens each row holds. Slots at or beyond a row's length may hold anything finite: no query sees
-    them, and the next tokens overwrite them.
+    `lengths` (B,): tokens each row holds, at most `capacity`. Slots at or beyond a row's length may hold anything
+    finite: no query sees them, and the next tokens overwrite them. There are as many slots as were needed so far and up
+    to `SPARE` more: with slots for the whole capacity, attention would go through memory that nobody has written.
 
     Training reads through it too: a prompt once, `select` to repeat it for each of its responses, then the responses.
     Gradients pass, since the writing in place falls on the fresh copy that `select` makes.
     """
 
-    def __init__(self, config: GPTConfig, rows: int, capacity: int, like: Tensor):
-        def zeros() -> list[Tensor]:  # not empty: 0 * garbage could be NaN
-            shape = (rows, config.kv_heads, capacity, config.head_width)
-            dtype = attention_dtype(like)
-            return [torch.zeros(shape, dtype=dtype, device=like.device) for _ in range(config.layers)]
+    SPARE = 32
 
-        self.keys, self.values = zeros(), zeros()
+    def __init__(self, config: GPTConfig, rows: int, capacity: int, like: Tensor):
+        nothing = like.new_zeros(rows, config.kv_heads, 0, config.head_width, dtype=attention_dtype(like))
+        self.keys, self.values = [nothing] * config.layers, [nothing] * config.layers
         self.lengths = torch.zeros(rows, dtype=torch.long, device=like.device)
         self.capacity = capacity
+
+    @property
+    def slots(self) -> int:
+        return self.keys[0].shape[2]
+
+    def make_room(self, slots: int) -> None:
+        """Have at least that many."""
+        if slots > self.slots:
+            new = min(slots + self.SPARE, self.capacity) - self.slots
+            self.keys = [F.pad(k, (0, 0, 0, new)) for k in self.keys]  # zeros: 0 * garbage could be NaN
+            self.values = [F.pad(v, (0, 0, 0, new)) for v in self.values]
 
     def append(self, layer: int, key: Tensor, value: Tensor, place: Place) -> tuple[Tensor, Tensor]:
         """Write (B, K, T, C) keys and values at `place.positions`; returns all that some query may see."""
@@ -92,8 +102,8 @@ class KVCache:
 
     def select(self, rows: Tensor) -> None:
         """Keep (or repeat) the given rows, in that order."""
-        self.keys = [k[rows] for k in self.keys]
-        self.values = [v[rows] for v in self.values]
+        self.keys = [k.index_select(0, rows) for k in self.keys]
+        self.values = [v.index_select(0, rows) for v in self.values]
         self.lengths = self.lengths[rows]
 
 
@@ -230,7 +240,9 @@ class GPT(nn.Module):
         if end > limit:
             raise ValueError(f"{end} tokens do not fit: at most {limit} (the model's context, or the cache's capacity)")
         if cache is not None:
-            visible = (torch.arange(end, device=device) <= positions[..., None])[:, None]  # (B, 1, T, L)
+            cache.make_room(end)
+            seen = end if T > 1 else cache.slots  # the small products below take twice as long for a part of a tensor
+            visible = (torch.arange(seen, device=device) <= positions[..., None])[:, None]  # (B, 1, T, L)
         # In float64, then rounded once: at position 10,000 a float32 angle is off by a thousandth.
         frequencies = c.rope_theta ** -(torch.arange(0, c.head_width, 2, device=device).double() / c.head_width)
         angles = positions[:, None, :, None] * frequencies  # (B or 1, 1, T, C/2)

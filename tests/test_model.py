@@ -195,6 +195,7 @@ def test_rows_of_a_cache_grow_independently_and_their_padding_leaves_no_trace(ti
     model = tiny_gpt(dtype=torch.float64)
     tokens = random_tokens(3, 20)
     cache = KVCache(model.config, 3, 20, like=model.head)
+    cache.make_room(20)
     for layer in range(2):  # whatever stands in the slots that are not yet written
         cache.keys[layer].fill_(1e3)
         cache.values[layer].fill_(-1e3)
