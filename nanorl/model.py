@@ -81,22 +81,28 @@ class KVCache:
         self.capacity = capacity
 
     @property
-    def slots(self) -> int:
+    def size(self) -> int:
+        """Slots of each row."""
         return self.keys[0].shape[2]
 
-    def make_room(self, slots: int) -> None:
-        """Have at least that many."""
-        if slots > self.slots:
-            new = min(slots + self.SPARE, self.capacity) - self.slots
+    def make_room(self, size: int) -> None:
+        """Have at least that many slots."""
+        if size > self.size:
+            new = min(size + self.SPARE, self.capacity) - self.size
             self.keys = [F.pad(k, (0, 0, 0, new)) for k in self.keys]  # zeros: 0 * garbage could be NaN
             self.values = [F.pad(v, (0, 0, 0, new)) for v in self.values]
 
+    def slots_of(self, positions: Tensor) -> Tensor:
+        """Where tokens at `positions` (B, T) stand in keys and values flattened to (B * K * size, C): (B * K * T)."""
+        B, K, size, _ = self.keys[0].shape
+        rows = torch.arange(B * K, device=positions.device).view(B, K, 1)
+        return (rows * size + positions[:, None]).flatten()
+
     def append(self, layer: int, key: Tensor, value: Tensor, place: Place) -> tuple[Tensor, Tensor]:
-        """Write (B, K, T, C) keys and values at `place.positions`; returns all that some query may see."""
+        """Write (B, K, T, C) keys and values at `place.slots`; returns all that some query may see."""
         keys, values = self.keys[layer], self.values[layer]
-        rows = torch.arange(len(key), device=key.device)[:, None]
-        keys[rows, :, place.positions] = key.transpose(1, 2)
-        values[rows, :, place.positions] = value.transpose(1, 2)
+        for cached, new in ((keys, key), (values, value)):
+            cached.view(-1, new.shape[-1]).index_copy_(0, place.slots, new.flatten(0, 2))
         seen = place.visible.shape[-1]
         return keys[:, :, :seen], values[:, :, :seen]
 
@@ -111,11 +117,11 @@ class KVCache:
 class Place:
     """Where the tokens of one call stand, shared by all layers."""
 
-    positions: Tensor  # (B or 1, T)
     cos: Tensor  # (B or 1, 1, T, C/2)
     sin: Tensor  # (B or 1, 1, T, C/2)
-    visible: Tensor | None  # (B, 1, T, L) bool: which keys a query may see; None: plainly causal
-    cache: KVCache | None
+    visible: Tensor | None = None  # (B, 1, T, L) bool: which keys a query may see; None: plainly causal
+    slots: Tensor | None = None  # (B * K * T) of the cache, see KVCache.slots_of
+    cache: KVCache | None = None
 
 
 class RMSNorm(nn.Module):
@@ -149,7 +155,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
     q = q.view(B, K, H // K, C) / math.sqrt(C)
     scores = q @ k.transpose(-1, -2)  # (B, K, H / K, L)
     if visible is not None:
-        scores = scores.masked_fill(~visible, -torch.inf)
+        scores.masked_fill_(~visible, -torch.inf)
     return (scores.softmax(-1) @ v).view(B, H, T, C)
 
 
@@ -233,21 +239,24 @@ class GPT(nn.Module):
     def place(self, T: int, cache: KVCache | None) -> Place:
         c, device = self.config, self.head.device
         positions = torch.arange(T, device=device)[None]  # (1, T)
-        end, limit, visible = T, c.max_context, None
         if cache is not None:
             positions = cache.lengths[:, None] + positions  # (B, T)
-            end, limit = int(positions.max()) + 1, cache.capacity
+        end = T if cache is None else int(positions.max()) + 1
+        limit = c.max_context if cache is None else cache.capacity
         if end > limit:
             raise ValueError(f"{end} tokens do not fit: at most {limit} (the model's context, or the cache's capacity)")
-        if cache is not None:
-            cache.make_room(end)
-            seen = end if T > 1 else cache.slots  # the small products below take twice as long for a part of a tensor
-            visible = (torch.arange(seen, device=device) <= positions[..., None])[:, None]  # (B, 1, T, L)
         # In float64, then rounded once: at position 10,000 a float32 angle is off by a thousandth.
         frequencies = c.rope_theta ** -(torch.arange(0, c.head_width, 2, device=device).double() / c.head_width)
         angles = positions[:, None, :, None] * frequencies  # (B or 1, 1, T, C/2)
         dtype = attention_dtype(self.head)
-        return Place(positions, angles.cos().to(dtype), angles.sin().to(dtype), visible, cache)
+        place = Place(angles.cos().to(dtype), angles.sin().to(dtype))
+        if cache is not None:
+            cache.make_room(end)
+            place.cache, place.slots = cache, cache.slots_of(positions)
+            # One query a row attends to all slots: its small products take twice as long for a part of a tensor.
+            seen = torch.arange(cache.size if T == 1 else end, device=device)
+            place.visible = (seen <= positions[..., None])[:, None]
+        return place
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None, lengths: Tensor | None = None) -> Tensor:
         """tokens (B, T), padded on the right with any id -> hidden states (B, T, D).
