@@ -103,7 +103,7 @@ class KVCache:
         keys, values = self.keys[layer], self.values[layer]
         for cached, new in ((keys, key), (values, value)):
             cached.view(-1, new.shape[-1]).index_copy_(0, place.slots, new.flatten(0, 2))
-        seen = place.visible.shape[-1]
+        seen = place.bias.shape[-1]
         return keys[:, :, :seen], values[:, :, :seen]
 
     def select(self, rows: Tensor) -> None:
@@ -119,7 +119,7 @@ class Place:
 
     cos: Tensor  # (B or 1, 1, T, C/2)
     sin: Tensor  # (B or 1, 1, T, C/2)
-    visible: Tensor | None = None  # (B, 1, T, L) bool: which keys a query may see; None: plainly causal
+    bias: Tensor | None = None  # (B, 1, T, L) added to the scores: 0, or -inf where a query may not see a key
     slots: Tensor | None = None  # (B * K * T) of the cache, see KVCache.slots_of
     cache: KVCache | None = None
 
@@ -139,23 +139,39 @@ def attention_dtype(weight: Tensor) -> torch.dtype:
     return weight.dtype if weight.is_cuda else torch.promote_types(weight.dtype, torch.float32)
 
 
+class Rotation(torch.autograd.Function):
+    """Turns each pair (x_i, x_{i + C/2}) by its angle. The gradient is turned back: a third of the operations, and of
+    the memory, that autograd would take."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return Rotation.apply(grad, cos, -sin), None, None
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x_i, x_{i + C/2}) by its angle. x (B, H, T, C); cos, sin (B or 1, 1, T, C/2)."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    """x (B, H, T, C); cos, sin (B or 1, 1, T, C/2), without gradient."""
+    return Rotation.apply(x, cos, sin)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-    """Softmax attention: q (B, H, T, C), k and v (B, K, L, C) -> (B, H, T, C). Each K serves H / K heads."""
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    """Softmax attention: q (B, H, T, C), k and v (B, K, L, C) -> (B, H, T, C). Each K serves H / K heads. Without
+    bias a query sees the keys up to its own."""
     B, H, T, C = q.shape
     K = k.shape[1]
     if T > 1 or q.is_cuda:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=K != H)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=bias is None, enable_gqa=K != H)
     # One query a row on a CPU: two small products, four times as fast as the blockwise algorithm.
     q = q.view(B, K, H // K, C) / math.sqrt(C)
     scores = q @ k.transpose(-1, -2)  # (B, K, H / K, L)
-    if visible is not None:
-        scores.masked_fill_(~visible, -torch.inf)
+    if bias is not None:
+        scores += bias
     return (scores.softmax(-1) @ v).view(B, H, T, C)
 
 
@@ -182,7 +198,7 @@ class Attention(nn.Module):
         v = v.to(place.cos.dtype)
         if place.cache is not None:
             k, v = place.cache.append(layer, k, v, place)  # (B, K, L, C)
-        y = attend(q, k, v, place.visible)  # (B, H, T, C)
+        y = attend(q, k, v, place.bias)  # (B, H, T, C)
         return self.out(y.transpose(1, 2).reshape(B, T, -1).to(x.dtype))
 
 
@@ -254,8 +270,8 @@ class GPT(nn.Module):
             cache.make_room(end)
             place.cache, place.slots = cache, cache.slots_of(positions)
             # One query a row attends to all slots: its small products take twice as long for a part of a tensor.
-            seen = torch.arange(cache.size if T == 1 else end, device=device)
-            place.visible = (seen <= positions[..., None])[:, None]
+            unseen = torch.arange(cache.size if T == 1 else end, device=device) > positions[..., None]  # (B, T, L)
+            place.bias = torch.zeros(unseen.shape, dtype=dtype, device=device).masked_fill_(unseen, -torch.inf)[:, None]
         return place
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None, lengths: Tensor | None = None) -> Tensor:
