@@ -12,6 +12,7 @@ same. TRL takes it at once; --accumulate 2 lets it do the same as we do.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -34,7 +35,7 @@ from nanorl.optimizers import Optimizers
 from nanorl.sampler import Sampler
 from nanorl.scorer import score
 
-WARMUP, STEPS = 2, 6
+WARMUP = 2  # steps that are not counted
 EOS = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -44,7 +45,7 @@ def nanorl_step(size: Size, dtype: torch.dtype):
     policy = make_gpt(size).to(dtype)
     optimizers = Optimizers(policy, 1e-4, muon=False)
     sampler, algorithm = Sampler(policy), ALGORITHMS["grpo"]
-    prompts = make_prompts(size, size.groups * (WARMUP + STEPS))
+    prompts = make_prompts(size, size.groups * (WARMUP + size.steps))
 
     def run(step: int) -> float:
         chosen = prompts[step * size.groups : (step + 1) * size.groups]
@@ -87,7 +88,7 @@ def trl_trainer(size: Size, bf16: bool, accumulate: int, callback):
         unk_token="<unk>",
         padding_side="left",
     )
-    prompts = [" ".join(words[i] for i in p) for p in make_prompts(size, size.groups * (WARMUP + STEPS))]
+    prompts = [" ".join(words[i] for i in p) for p in make_prompts(size, size.groups * (WARMUP + size.steps))]
 
     def reward(completion_ids, **_):
         return [sum(i % 2 == 0 for i in ids) / max(len(ids), 1) for ids in completion_ids]
@@ -108,7 +109,7 @@ def trl_trainer(size: Size, bf16: bool, accumulate: int, callback):
         top_p=1.0,
         learning_rate=1e-4,
         lr_scheduler_type="constant",
-        max_steps=WARMUP + STEPS,
+        max_steps=WARMUP + size.steps,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -131,7 +132,7 @@ def turns(
     run = nanorl_step(size, DTYPES[dtype]) if ours else lambda step: None
     seconds = {"nanorl": [], "trl": []}
     if not theirs:
-        for step in range(WARMUP + STEPS):
+        for step in range(WARMUP + size.steps):
             began = time.perf_counter()
             run(step)
             seconds["nanorl"].append(time.perf_counter() - began)
@@ -141,6 +142,8 @@ def turns(
 
     class Turns(TrainerCallback):
         def on_train_begin(self, *_, **__):
+            gc.collect()
+            gc.freeze()  # collections would otherwise search all that was imported, in whoever's turn it is
             self.began = time.perf_counter()
 
         def on_step_end(self, args, state, *_, **__):
