@@ -4,19 +4,23 @@ A step on both sides: sample `groups` x `group_size` responses of at most `new` 
 ids: cheap, never constant), advantages, one AdamW update with the gradient clipped to norm 1. Same architecture, sizes
 and prompts; no reference model. The two take turns inside TRL's own training loop. With --memory each side also runs
 alone in a fresh process.
+
+nanorl scores the batch in two micro-batches, which is faster than at once and takes less memory; the update is the
+same. TRL takes it at once; --accumulate 2 lets it do the same as we do.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_DISABLED", "true")
@@ -31,7 +35,7 @@ from nanorl.optimizers import Optimizers
 from nanorl.sampler import Sampler
 from nanorl.scorer import score
 
-WARMUP, STEPS = 2, 6
+WARMUP = 2  # steps that are not counted
 EOS = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -41,7 +45,7 @@ def nanorl_step(size: Size, dtype: torch.dtype):
     policy = make_gpt(size).to(dtype)
     optimizers = Optimizers(policy, 1e-4, muon=False)
     sampler, algorithm = Sampler(policy), ALGORITHMS["grpo"]
-    prompts = make_prompts(size, size.groups * (WARMUP + STEPS))
+    prompts = make_prompts(size, size.groups * (WARMUP + size.steps))
 
     def run(step: int) -> float:
         chosen = prompts[step * size.groups : (step + 1) * size.groups]
@@ -50,19 +54,23 @@ def nanorl_step(size: Size, dtype: torch.dtype):
         )
         even = (rollout.tokens % 2 == 0) & rollout.mask
         rewards = even.sum(1) / rollout.mask.sum(1)
-        advantages = group_advantages(rewards, rollout.groups)
+        rollout.advantages = group_advantages(rewards, rollout.groups)
+        denominator = algorithm.denominator(rollout.mask)
         optimizers.zero_grad()
-        logprobs, _ = score(policy, rollout)
-        old = rollout.behavior_logprobs if dtype == torch.float32 else logprobs.detach()
-        loss, _ = algorithm.loss(logprobs, old, advantages, rollout.mask)
-        loss.backward()
-        optimizers.update(loss.detach())
+        whole = torch.zeros(())
+        for part in rollout.split(size.micro_batch):
+            logprobs, _ = score(policy, part)
+            old = part.behavior_logprobs if dtype == torch.float32 else logprobs.detach()
+            loss, _ = algorithm.loss(logprobs, old, part.advantages, part.mask, denominator=denominator)
+            loss.backward()
+            whole += loss.detach()
+        optimizers.update(whole)
         return rollout.lengths.double().mean().item()
 
     return run
 
 
-def trl_trainer(size: Size, bf16: bool, callback):
+def trl_trainer(size: Size, bf16: bool, accumulate: int, callback):
     """TRL's trainer around the same architecture, its step timed by `callback`."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -80,7 +88,7 @@ def trl_trainer(size: Size, bf16: bool, callback):
         unk_token="<unk>",
         padding_side="left",
     )
-    prompts = [" ".join(words[i] for i in p) for p in make_prompts(size, size.groups * (WARMUP + STEPS))]
+    prompts = [" ".join(words[i] for i in p) for p in make_prompts(size, size.groups * (WARMUP + size.steps))]
 
     def reward(completion_ids, **_):
         return [sum(i % 2 == 0 for i in ids) / max(len(ids), 1) for ids in completion_ids]
@@ -90,7 +98,8 @@ def trl_trainer(size: Size, bf16: bool, callback):
         use_cpu=True,
         bf16=bf16,
         gradient_checkpointing=False,
-        per_device_train_batch_size=size.rows,
+        per_device_train_batch_size=size.rows // accumulate,
+        gradient_accumulation_steps=accumulate,
         num_generations=size.group_size,
         max_completion_length=size.new,
         beta=0.0,
@@ -100,7 +109,7 @@ def trl_trainer(size: Size, bf16: bool, callback):
         top_p=1.0,
         learning_rate=1e-4,
         lr_scheduler_type="constant",
-        max_steps=WARMUP + STEPS,
+        max_steps=WARMUP + size.steps,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -116,12 +125,14 @@ def trl_trainer(size: Size, bf16: bool, callback):
     )
 
 
-def turns(size: Size, dtype: str, trl_bf16: bool, ours: bool = True, theirs: bool = True) -> dict[str, float]:
+def turns(
+    size: Size, dtype: str, trl_bf16: bool, accumulate: int, ours: bool = True, theirs: bool = True
+) -> dict[str, float]:
     """Median seconds a step of each side, the steps taking turns."""
     run = nanorl_step(size, DTYPES[dtype]) if ours else lambda step: None
     seconds = {"nanorl": [], "trl": []}
     if not theirs:
-        for step in range(WARMUP + STEPS):
+        for step in range(WARMUP + size.steps):
             began = time.perf_counter()
             run(step)
             seconds["nanorl"].append(time.perf_counter() - began)
@@ -131,6 +142,8 @@ def turns(size: Size, dtype: str, trl_bf16: bool, ours: bool = True, theirs: boo
 
     class Turns(TrainerCallback):
         def on_train_begin(self, *_, **__):
+            gc.collect()
+            gc.freeze()  # collections would otherwise search all that was imported, in whoever's turn it is
             self.began = time.perf_counter()
 
         def on_step_end(self, args, state, *_, **__):
@@ -140,18 +153,27 @@ def turns(size: Size, dtype: str, trl_bf16: bool, ours: bool = True, theirs: boo
             self.began = time.perf_counter()
             seconds["nanorl"].append(self.began - began)
 
-    trl_trainer(size, trl_bf16, Turns()).train()
+    trl_trainer(size, trl_bf16, accumulate, Turns()).train()
     return {side: statistics.median(values[WARMUP:]) for side, values in seconds.items()}
 
 
-def alone(side: str, name: str, dtype: str) -> dict[str, float]:
+def alone(side: str, name: str, dtype: str, accumulate: int) -> dict[str, float]:
     """In this process only one side runs: its seconds a step and the peak of resident memory."""
-    seconds = turns(SIZES[name], dtype, dtype == "bfloat16", ours=side == "nanorl", theirs=side == "trl")[side]
-    return {"seconds": seconds, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+    seconds = turns(SIZES[name], dtype, dtype == "bfloat16", accumulate, ours=side == "nanorl", theirs=side == "trl")[
+        side
+    ]
+    return {"seconds": seconds, "peak_mb": peak_mb()}
 
 
-def in_fresh_process(side: str, name: str, dtype: str) -> dict[str, float]:
+def peak_mb() -> float:
+    """Of this program alone; ru_maxrss would count what the process held before it became this program."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+
+
+def in_fresh_process(side: str, name: str, dtype: str, accumulate: int) -> dict[str, float]:
     command = [sys.executable, "-m", "bench.grpo_step", name, "--alone", side, "--dtype", dtype]
+    command += ["--accumulate", str(accumulate)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -162,10 +184,11 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true", help="also the peak of each side in a process of its own")
     parser.add_argument("--alone", choices=["nanorl", "trl"], help="run one side only and print JSON")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="with --alone")
+    parser.add_argument("--accumulate", type=int, default=1, help="TRL's gradient_accumulation_steps")
     args = parser.parse_args()
     one_core()
     if args.alone:
-        print(json.dumps(alone(args.alone, args.sizes[0], args.dtype)))
+        print(json.dumps(alone(args.alone, args.sizes[0], args.dtype, args.accumulate)))
         return
     print(machine())
     for name in args.sizes:
@@ -174,7 +197,7 @@ def main() -> None:
         for dtype, trl_bf16 in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
             if dtype == "bfloat16" and not bf16_instructions():
                 continue
-            s = turns(size, dtype, trl_bf16)
+            s = turns(size, dtype, trl_bf16, args.accumulate)
             other = "bfloat16" if trl_bf16 else "float32"
             print(f"{dtype:>10}{other:>10}{s['nanorl']:10.3f}{s['trl']:8.3f}{s['nanorl'] / s['trl']:8.2f}")
         weights = sum(p.numel() for p in make_gpt(size).parameters()) - size.vocab * size.width
@@ -183,7 +206,9 @@ def main() -> None:
         floor = flops / matmul_rate(size.rows, size.width, size.ffn, torch.float32)
         print(f"floor in float32: the matrix products alone, {floor:.3f} s")
         if args.memory:
-            peak = {side: in_fresh_process(side, name, "float32")["peak_mb"] for side in ("nanorl", "trl")}
+            peak = {
+                side: in_fresh_process(side, name, "float32", args.accumulate)["peak_mb"] for side in ("nanorl", "trl")
+            }
             print(
                 f"peak memory: nanorl {peak['nanorl']:.0f} MB, TRL {peak['trl']:.0f} MB, "
                 f"ratio {peak['nanorl'] / peak['trl']:.2f}"

@@ -15,7 +15,7 @@ from bench.sizes import SIZES, Size, make_gpt, make_llama, make_prompts
 from bench.timing import interleaved, machine, matmul_rate, one_core
 from nanorl.sampler import Sampler
 
-ROUNDS = 5
+ROUNDS = 15
 
 
 def transformers_sampler(size: Size, prompts: list[list[int]]):

@@ -20,6 +20,8 @@ class Size:
     group_size: int
     prompt: int  # tokens
     new: int  # tokens
+    steps: int  # timed ones of a training loop
+    micro_batch: int  # rows of a training step of ours that are scored at a time: it changes time and memory alone
 
     @property
     def rows(self) -> int:
@@ -27,8 +29,32 @@ class Size:
 
 
 SIZES = {
-    "S": Size(width=256, layers=6, heads=4, ffn=688, vocab=512, groups=8, group_size=8, prompt=16, new=64),
-    "T": Size(width=96, layers=3, heads=4, ffn=256, vocab=96, groups=16, group_size=8, prompt=12, new=24),
+    "S": Size(
+        width=256,
+        layers=6,
+        heads=4,
+        ffn=688,
+        vocab=512,
+        groups=8,
+        group_size=8,
+        prompt=16,
+        new=64,
+        steps=8,
+        micro_batch=32,
+    ),
+    "T": Size(
+        width=96,
+        layers=3,
+        heads=4,
+        ffn=256,
+        vocab=96,
+        groups=16,
+        group_size=8,
+        prompt=12,
+        new=24,
+        steps=30,
+        micro_batch=64,
+    ),
 }
 
 

@@ -64,36 +64,52 @@ class GPTConfig:
 class KVCache:
     """Keys and values of the tokens already read. Each row has a length of its own, so rows need no left padding.
 
-    `lengths` (B,): tokens each row holds. Slots at or beyond a row's length may hold anything finite: no query sees
-    them, and the next tokens overwrite them.
+    `lengths` (B,): tokens each row holds, at most `capacity`. Slots at or beyond a row's length may hold anything
+    finite: no query sees them, and the next tokens overwrite them. There are as many slots as were needed so far and up
+    to `SPARE` more: with slots for the whole capacity, attention would go through memory that nobody has written.
 
     Training reads through it too: a prompt once, `select` to repeat it for each of its responses, then the responses.
     Gradients pass, since the writing in place falls on the fresh copy that `select` makes.
     """
 
-    def __init__(self, config: GPTConfig, rows: int, capacity: int, like: Tensor):
-        def zeros() -> list[Tensor]:  # not empty: 0 * garbage could be NaN
-            shape = (rows, config.kv_heads, capacity, config.head_width)
-            dtype = attention_dtype(like)
-            return [torch.zeros(shape, dtype=dtype, device=like.device) for _ in range(config.layers)]
+    SPARE = 32
 
-        self.keys, self.values = zeros(), zeros()
+    def __init__(self, config: GPTConfig, rows: int, capacity: int, like: Tensor):
+        nothing = like.new_zeros(rows, config.kv_heads, 0, config.head_width, dtype=attention_dtype(like))
+        self.keys, self.values = [nothing] * config.layers, [nothing] * config.layers
         self.lengths = torch.zeros(rows, dtype=torch.long, device=like.device)
         self.capacity = capacity
 
+    @property
+    def size(self) -> int:
+        """Slots of each row."""
+        return self.keys[0].shape[2]
+
+    def make_room(self, size: int) -> None:
+        """Have at least that many slots."""
+        if size > self.size:
+            new = min(size + self.SPARE, self.capacity) - self.size
+            self.keys = [F.pad(k, (0, 0, 0, new)) for k in self.keys]  # zeros: 0 * garbage could be NaN
+            self.values = [F.pad(v, (0, 0, 0, new)) for v in self.values]
+
+    def slots_of(self, positions: Tensor) -> Tensor:
+        """Where tokens at `positions` (B, T) stand in keys and values flattened to (B * K * size, C): (B * K * T)."""
+        B, K, size, _ = self.keys[0].shape
+        rows = torch.arange(B * K, device=positions.device).view(B, K, 1)
+        return (rows * size + positions[:, None]).flatten()
+
     def append(self, layer: int, key: Tensor, value: Tensor, place: Place) -> tuple[Tensor, Tensor]:
-        """Write (B, K, T, C) keys and values at `place.positions`; returns all that some query may see."""
+        """Write (B, K, T, C) keys and values at `place.slots`; returns all that some query may see."""
         keys, values = self.keys[layer], self.values[layer]
-        rows = torch.arange(len(key), device=key.device)[:, None]
-        keys[rows, :, place.positions] = key.transpose(1, 2)
-        values[rows, :, place.positions] = value.transpose(1, 2)
-        seen = place.visible.shape[-1]
+        for cached, new in ((keys, key), (values, value)):
+            cached.view(-1, new.shape[-1]).index_copy_(0, place.slots, new.flatten(0, 2))
+        seen = place.bias.shape[-1]
         return keys[:, :, :seen], values[:, :, :seen]
 
     def select(self, rows: Tensor) -> None:
         """Keep (or repeat) the given rows, in that order."""
-        self.keys = [k[rows] for k in self.keys]
-        self.values = [v[rows] for v in self.values]
+        self.keys = [k.index_select(0, rows) for k in self.keys]
+        self.values = [v.index_select(0, rows) for v in self.values]
         self.lengths = self.lengths[rows]
 
 
@@ -101,11 +117,11 @@ class KVCache:
 class Place:
     """Where the tokens of one call stand, shared by all layers."""
 
-    positions: Tensor  # (B or 1, T)
     cos: Tensor  # (B or 1, 1, T, C/2)
     sin: Tensor  # (B or 1, 1, T, C/2)
-    visible: Tensor | None  # (B, 1, T, L) bool: which keys a query may see; None: plainly causal
-    cache: KVCache | None
+    bias: Tensor | None = None  # (B, 1, T, L) added to the scores: 0, or -inf where a query may not see a key
+    slots: Tensor | None = None  # (B * K * T) of the cache, see KVCache.slots_of
+    cache: KVCache | None = None
 
 
 class RMSNorm(nn.Module):
@@ -123,23 +139,39 @@ def attention_dtype(weight: Tensor) -> torch.dtype:
     return weight.dtype if weight.is_cuda else torch.promote_types(weight.dtype, torch.float32)
 
 
+class Rotation(torch.autograd.Function):
+    """Turns each pair (x_i, x_{i + C/2}) by its angle. The gradient is turned back: a third of the operations, and of
+    the memory, that autograd would take."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return Rotation.apply(grad, cos, -sin), None, None
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x_i, x_{i + C/2}) by its angle. x (B, H, T, C); cos, sin (B or 1, 1, T, C/2)."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    """x (B, H, T, C); cos, sin (B or 1, 1, T, C/2), without gradient."""
+    return Rotation.apply(x, cos, sin)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-    """Softmax attention: q (B, H, T, C), k and v (B, K, L, C) -> (B, H, T, C). Each K serves H / K heads."""
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    """Softmax attention: q (B, H, T, C), k and v (B, K, L, C) -> (B, H, T, C). Each K serves H / K heads. Without
+    bias a query sees the keys up to its own."""
     B, H, T, C = q.shape
     K = k.shape[1]
     if T > 1 or q.is_cuda:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=K != H)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=bias is None, enable_gqa=K != H)
     # One query a row on a CPU: two small products, four times as fast as the blockwise algorithm.
     q = q.view(B, K, H // K, C) / math.sqrt(C)
     scores = q @ k.transpose(-1, -2)  # (B, K, H / K, L)
-    if visible is not None:
-        scores = scores.masked_fill(~visible, -torch.inf)
+    if bias is not None:
+        scores += bias
     return (scores.softmax(-1) @ v).view(B, H, T, C)
 
 
@@ -166,7 +198,7 @@ class Attention(nn.Module):
         v = v.to(place.cos.dtype)
         if place.cache is not None:
             k, v = place.cache.append(layer, k, v, place)  # (B, K, L, C)
-        y = attend(q, k, v, place.visible)  # (B, H, T, C)
+        y = attend(q, k, v, place.bias)  # (B, H, T, C)
         return self.out(y.transpose(1, 2).reshape(B, T, -1).to(x.dtype))
 
 
@@ -223,19 +255,24 @@ class GPT(nn.Module):
     def place(self, T: int, cache: KVCache | None) -> Place:
         c, device = self.config, self.head.device
         positions = torch.arange(T, device=device)[None]  # (1, T)
-        end, limit, visible = T, c.max_context, None
         if cache is not None:
             positions = cache.lengths[:, None] + positions  # (B, T)
-            end, limit = int(positions.max()) + 1, cache.capacity
+        end = T if cache is None else int(positions.max()) + 1
+        limit = c.max_context if cache is None else cache.capacity
         if end > limit:
             raise ValueError(f"{end} tokens do not fit: at most {limit} (the model's context, or the cache's capacity)")
-        if cache is not None:
-            visible = (torch.arange(end, device=device) <= positions[..., None])[:, None]  # (B, 1, T, L)
         # In float64, then rounded once: at position 10,000 a float32 angle is off by a thousandth.
         frequencies = c.rope_theta ** -(torch.arange(0, c.head_width, 2, device=device).double() / c.head_width)
         angles = positions[:, None, :, None] * frequencies  # (B or 1, 1, T, C/2)
         dtype = attention_dtype(self.head)
-        return Place(positions, angles.cos().to(dtype), angles.sin().to(dtype), visible, cache)
+        place = Place(angles.cos().to(dtype), angles.sin().to(dtype))
+        if cache is not None:
+            cache.make_room(end)
+            place.cache, place.slots = cache, cache.slots_of(positions)
+            # One query a row attends to all slots: its small products take twice as long for a part of a tensor.
+            unseen = torch.arange(cache.size if T == 1 else end, device=device) > positions[..., None]  # (B, T, L)
+            place.bias = torch.zeros(unseen.shape, dtype=dtype, device=device).masked_fill_(unseen, -torch.inf)[:, None]
+        return place
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None, lengths: Tensor | None = None) -> Tensor:
         """tokens (B, T), padded on the right with any id -> hidden states (B, T, D).

@@ -165,7 +165,7 @@ def choose(
     else:
         if top_k is not None or top_p is not None:
             logprobs = torch.log_softmax(truncate(logprobs, top_k, top_p), dim=-1)
-        cdf = logprobs.double().exp().cumsum(-1)
+        cdf = logprobs.exp().cumsum(-1, dtype=torch.float64)
         chosen = torch.searchsorted(cdf, (uniforms * cdf[:, -1])[:, None], right=True).squeeze(1)
     return chosen, logprobs.gather(1, chosen[:, None]).squeeze(1)
 

@@ -37,7 +37,7 @@ def score(model: GPT, rollout: Rollout) -> tuple[Tensor, Tensor]:
         [number[tuple(prompt)] for prompt in rollout.prompts], device=rollout.tokens.device
     )  # (B,)
     prompts, lengths = pad([list(prompt) for prompt in distinct], rollout.tokens.device)
-    cache = KVCache(model.config, len(prompts), prompts.shape[1] + T, like=model.head)
+    cache = KVCache(model.config, len(prompts), prompts.shape[1] + T - 1, like=model.head)
     hidden = model(prompts, cache, lengths)  # (distinct prompts, P, D)
     hidden = hidden[torch.arange(len(lengths), device=hidden.device), lengths - 1][prompt_of]  # (B, D)
     cache.select(prompt_of)
