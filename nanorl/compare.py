@@ -92,7 +92,7 @@ def make_variant(label: str, common: Sequence[str]) -> Variant:
     digest = hashlib.sha256(repr(arguments).encode())
     for path in (SCRIPT, *code):
         digest.update(meaning(Path(path).read_text()).encode())
-    slug = re.sub(r"[^\w.-]+", "_", label)[-40:].strip("_.-")
+    slug = re.sub(r"[^\w.-]+", "_", label)[:40].strip("_.-")
     return Variant(label, tuple(arguments), f"{slug}-{digest.hexdigest()[:8]}")
 
 

@@ -20,6 +20,7 @@ from nanorl.plots import evaluations, read_metrics, save
 
 LAST = 10  # steps that the final length, entropy and KL are the mean of
 GRID = 60  # points of a curve against seconds
+SMALLEST = 1e-4  # the least height of an axis: below it a KL is rounding
 CURVES = {  # name -> label of its axis
     "accuracy": "held-out accuracy, sampled at T = 1",
     "length": "mean response length (tokens)",
@@ -196,6 +197,7 @@ def draw(variants: Sequence[dict], path: Path, caption: str) -> Path:
         rows, ("steps", "seconds"), ("step (updates)", "seconds of training"), strict=True
     ):
         for axes, name in zip(axes_row, names, strict=True):
+            highest = SMALLEST
             for number, variant in enumerate(variants):
                 if name not in variant["curves"]:
                     continue
@@ -203,9 +205,9 @@ def draw(variants: Sequence[dict], path: Path, caption: str) -> Path:
                 x, mean, half = (np.array(curve[key], float) for key in ("x", "mean", "half"))
                 axes.plot(x, mean, color=f"C{number}", label=variant["label"])
                 axes.fill_between(x, mean - half, mean + half, color=f"C{number}", alpha=0.2, lw=0)
-            axes.set(xlabel=label, ylabel=CURVES[name])
-            if name == "accuracy":
-                axes.set_ylim(0, 1.02)
+                highest = max(highest, np.nanmax(mean, initial=0))
+            # None of these is negative; the means decide the height, or two seeds' wide intervals would.
+            axes.set(xlabel=label, ylabel=CURVES[name], ylim=(0, 1.02 if name == "accuracy" else 1.3 * highest))
             axes.grid(alpha=0.3)
     rows[0][0].legend(loc="lower right", fontsize=8)
     figure.suptitle(finding(variants))

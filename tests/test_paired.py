@@ -174,6 +174,12 @@ def test_the_picture_has_a_row_against_steps_and_one_against_seconds(courses, tm
     ]
     for axes in figure.axes:
         assert [line.get_label() for line in axes.get_lines()] == ["a", "b"]
+    assert [axes.get_ylim() for axes in figure.axes[:4]] == [  # the means decide, not their intervals
+        (0, 1.02),
+        (0, pytest.approx(1.3 * 13)),
+        (0, pytest.approx(1.3 * 1.0)),
+        (0, pytest.approx(1.3e-4)),  # a KL of 0 is a line at the bottom, not noise
+    ]
     x, y = figure.axes[0].get_lines()[1].get_data()
     assert np.array_equal(x, [0, 2, 4]) and y[-1] == pytest.approx(2.5 / 3, rel=1e-5)
     plt.close(figure)
