@@ -10,7 +10,7 @@ task is small enough to need no data. The optimizer is Muon with AdamW (nanorl/o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -35,6 +35,7 @@ from nanorl.options import (
     describe_machine,
     seed_generators,
 )
+from nanorl.own_loss import with_own_loss
 from nanorl.plots import draw_curves
 from nanorl.run import Run
 from nanorl.sampler import Sampler
@@ -60,6 +61,12 @@ class Config:
     """Updates of the policy. A resumed run may be given another number: the learning rate then follows that."""
     algo: str = "grpo"
     """Algorithm: a row of nanorl/algorithms.py."""
+    loss: str | None = None
+    """Your own loss instead of the algorithm's, FILE.py:FUNCTION (nanorl/own_loss.py says what it must look like).
+    Advantages and denominator stay the algorithm's, unless the file has a line `advantage_scale = ...` or
+    `mean_over = ...`."""
+    loss_args: list[str] = field(default_factory=list)
+    """Keywords of the loss that have no option of their own: k=v k=v ..."""
     task: str = "chain"
     """What to learn: a row of nanorl/tasks."""
     prompts: int = 16
@@ -110,7 +117,7 @@ class Config:
 
 
 def main(config: Config) -> dict:
-    algorithm = choose("algo", config.algo, ALGORITHMS)
+    algorithm = with_own_loss(choose("algo", config.algo, ALGORITHMS), config.loss, config.loss_args)
     task = choose("task", config.task, TASKS)()
     dtype = choose("dtype", config.dtype, DTYPES)
     device = choose_device(config.device)
