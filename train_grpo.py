@@ -10,15 +10,17 @@ task is small enough to need no data. The optimizer is Muon with AdamW (nanorl/o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from nanorl import viewer
-from nanorl.advantages import group_advantages, importance_weights
-from nanorl.algorithms import ALGORITHMS
-from nanorl.batch_metrics import TokenMeans, rollout_metrics, token_metrics
+from nanorl.advantages import group_advantages, importance_weights, teaching_groups
+from nanorl.algorithms import ALGORITHMS, choose_extras
+from nanorl.batch_metrics import Means, rollout_metrics, token_metrics
 from nanorl.evaluation import describe_evaluation, evaluate, grade, sample_lines
 from nanorl.losses.aggregate import token_count
 from nanorl.model import GPT, GPTConfig, frozen_copy
@@ -37,14 +39,20 @@ from nanorl.options import (
 )
 from nanorl.own_loss import with_own_loss
 from nanorl.plots import draw_curves
+from nanorl.rewards.overlong import overlong_penalty
+from nanorl.rollout import Rollout
 from nanorl.run import Run
 from nanorl.sampler import Sampler
 from nanorl.scorer import score
 from nanorl.sft import cached_warm_start
 from nanorl.tasks import TASKS
+from nanorl.tasks.task import Problem
 
+# A second thread gains a quarter at the default size, and loses tenfold while anything else runs.
+THREADS = int(os.environ.get("OMP_NUM_THREADS", 1))
 DECAY = 0.8  # the share of the steps in which the learning rate falls to zero
 FINAL_SAMPLES = 4  # a problem, in the evaluations before and after, for pass@k
+MAX_ROUNDS = 5  # of dynamic sampling a step: then it trains on the groups it has
 
 
 @dataclass
@@ -58,7 +66,7 @@ class Config:
     seed: int = 0
     """Of weights, problems and samples."""
     steps: int = 80
-    """Updates of the policy. A resumed run may be given another number: the learning rate then follows that."""
+    """Batches of rollouts. A resumed run may be given another number: the learning rate then follows that."""
     algo: str = "grpo"
     """Algorithm: a row of nanorl/algorithms.py."""
     loss: str | None = None
@@ -73,8 +81,14 @@ class Config:
     """Problems a step."""
     group_size: int = 8
     """Responses to each problem."""
-    epochs: int = 1
-    """Updates on each batch of rollouts. From the second on they come from an older policy; the ratio corrects that."""
+    updates_per_rollout: int | None = None
+    """Disjoint parts of each batch of rollouts, with an update on each. From the second on they come from an older
+    policy; the ratio corrects that. Default: the algorithm's."""
+    epochs: int | None = None
+    """Times each batch of rollouts is used. Default: the algorithm's."""
+    extras: list[str] | None = None
+    """Parts of DAPO around the loss, any of dynamic_sampling, overlong_penalty, overlong_filtering, or none. Default:
+    the algorithm's."""
     micro_batch: int | None = None
     """Responses scored at a time; it changes memory, not the result. Default: all."""
     temperature: float = 1.0
@@ -84,9 +98,9 @@ class Config:
     learning_rate: float = 1e-3
     """Constant, then linearly to 0 over the last 80 % of the steps."""
     clip_low: float | None = None
-    """The ratio is clipped below 1 - clip_low; it acts from the second epoch on. Default: the algorithm's."""
+    """The ratio is clipped below 1 - clip_low; it acts from the second update on. Default: the algorithm's."""
     clip_high: float | None = None
-    """The ratio is clipped above 1 + clip_high; it acts from the second epoch on. Default: the algorithm's."""
+    """The ratio is clipped above 1 + clip_high; it acts from the second update on. Default: the algorithm's."""
     importance_cap: float | None = None
     """Correct for the mismatch of sampler and scorer: advantages are multiplied by pi_old / pi_sampler, at most this.
     Default: no correction."""
@@ -110,8 +124,6 @@ class Config:
     """Continue the run in --out (default: the newest in runs/) from its last checkpoint."""
     device: str = "auto"
     """cpu, cuda, or auto: the GPU if there is one."""
-    threads: int = 1
-    """Of the CPU. At the default size a second one gains a quarter, and loses tenfold while anything else runs."""
     dtype: str = "float32"
     """Of weights and arithmetic: float32, float64 or bfloat16 (with float32 master weights and log-probs)."""
 
@@ -121,15 +133,20 @@ def main(config: Config) -> dict:
     task = choose("task", config.task, TASKS)()
     dtype = choose("dtype", config.dtype, DTYPES)
     device = choose_device(config.device)
-    at_least(config, seed=0, steps=1, prompts=1, group_size=2, epochs=1, micro_batch=1, temperature=1e-3)
+    at_least(config, seed=0, steps=1, prompts=1, group_size=2, epochs=1, updates_per_rollout=1, micro_batch=1)
     at_least(config, learning_rate=0, clip_low=0, clip_high=0, beta=0, width=1, layers=1, heads=1, warm_start_steps=0)
-    at_least(config, max_new_tokens=1, eval_every=1, eval_problems=1, save_every=1, threads=1, importance_cap=0.1)
-    at_most(config, seed=MAX_SEED, clip_low=1)
+    at_least(
+        config, max_new_tokens=1, eval_every=1, eval_problems=1, save_every=1, importance_cap=0.1, temperature=1e-3
+    )
+    updates, epochs = config.updates_per_rollout or algorithm.updates_per_rollout, config.epochs or algorithm.epochs
+    at_most(config, seed=MAX_SEED, clip_low=1, updates_per_rollout=config.prompts)
+    updates = min(updates, config.prompts)
+    extras = choose_extras(config.extras, algorithm)
     # Whose log-probs are the old ones: the sampler's, unless the policy is scored more than once, or in bfloat16, where
     # the two differ by 0.007 a token, or to correct for just that difference.
-    rescored = config.epochs > 1 or dtype == torch.bfloat16 or config.importance_cap is not None
+    rescored = updates * epochs > 1 or dtype == torch.bfloat16 or config.importance_cap is not None
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
-    torch.set_num_threads(config.threads)
+    torch.set_num_threads(THREADS)
     seed_generators(config.seed)
     with checking_options():
         shape = GPTConfig(
@@ -170,6 +187,42 @@ def main(config: Config) -> dict:
         }
         run.results["sampling"] = sampling  # as it was, defaults filled in
 
+        def sample(step: int, number: int) -> tuple[list[Problem], Rollout, dict[str, list[float]]]:
+            """Problems, responses with their rewards, and what the task says of them: round `number` of a step."""
+            first = (step * (MAX_ROUNDS if "dynamic_sampling" in extras else 1) + number) * rows
+            with run.phase("sample"):
+                again = f" {number}" if number else ""
+                problems = task.training_problems(config.prompts, f"grpo {config.seed} {step}{again}")
+                rollout = sampler.generate(
+                    [task.tokenizer.encode_prompt(problem.prompt) for problem in problems],
+                    **sampling,
+                    seed=config.seed,
+                    sample_ids=range(first, first + rows),  # new random numbers in every round
+                )
+            with run.phase("reward"):
+                rewards, described = grade(task, problems, rollout)
+                rollout.rewards = torch.tensor(rewards, dtype=rollout.behavior_logprobs.dtype, device=device)  # (B,)
+                if "overlong_penalty" in extras:
+                    rollout.rewards += overlong_penalty(rollout.lengths, max_new_tokens)
+            return problems, rollout, described
+
+        def look(part: Rollout, logprobs: Tensor, entropy: Tensor, means: Means) -> None:
+            """What is fixed before the first update on a micro-batch, from its scores (b, T) under the policy now."""
+            means.add(token_metrics(logprobs, entropy, part), token_count(part.mask))
+            part.old_logprobs = logprobs.detach() if rescored else part.behavior_logprobs
+            if config.importance_cap is not None:
+                weights = importance_weights(
+                    part.old_logprobs,
+                    part.behavior_logprobs,
+                    part.mask,
+                    cap=config.importance_cap,
+                    level=algorithm.level,
+                )  # (b, T), or (b,) for the ratio of a sequence
+                part.advantages = (part.advantages if weights.dim() == 1 else part.advantages[:, None]) * weights
+            if reference is not None:
+                with torch.no_grad():
+                    part.ref_logprobs, _ = score(reference, part)
+
         for step in run.steps():
             evaluated = {}
             if step % config.eval_every == 0:
@@ -178,56 +231,53 @@ def main(config: Config) -> dict:
                     evaluated = {"eval": evaluate(policy, task, held_out, max_new_tokens, samples=samples)}
                 run.results.setdefault("eval_before", evaluated["eval"])
 
-            with run.phase("sample"):
-                problems = task.training_problems(config.prompts, f"grpo {config.seed} {step}")
-                rollout = sampler.generate(
-                    [task.tokenizer.encode_prompt(problem.prompt) for problem in problems],
-                    **sampling,
-                    seed=config.seed,
-                    sample_ids=range(step * rows, (step + 1) * rows),  # new random numbers in every step
-                )
-
-            with run.phase("reward"):
-                rewards, described = grade(task, problems, rollout)
-                rollout.rewards = torch.tensor(rewards, dtype=rollout.behavior_logprobs.dtype, device=device)  # (B,)
-                rollout.advantages = group_advantages(
-                    rollout.rewards, rollout.groups, scale=algorithm.advantage_scale, valid=rollout.mask.any(1)
-                )
-                rollout.old_logprobs = rollout.behavior_logprobs
+            problems, rollout, described = sample(step, 0)
+            batch, rounds = rollout, 1
+            if "dynamic_sampling" in extras:
+                while len(teaching_groups(rollout.rewards, rollout.groups)) < config.prompts and rounds < MAX_ROUNDS:
+                    more_problems, more, more_described = sample(step, rounds)
+                    problems, rollout, rounds = problems + more_problems, rollout.join(more), rounds + 1
+                    described = {name: values + more_described[name] for name, values in described.items()}
+                teaching = teaching_groups(rollout.rewards, rollout.groups)[: config.prompts]
+                if len(teaching):  # otherwise no advantage differs from 0, and no weight will move
+                    batch = rollout.select_groups(teaching)
 
             with run.phase("update"):
-                denominator = algorithm.denominator(rollout.mask)  # of the whole batch, whatever the micro-batches
+                batch.advantages = group_advantages(
+                    batch.rewards, batch.groups, scale=algorithm.advantage_scale, valid=batch.mask.any(1)
+                )
+                if "overlong_filtering" in extras:
+                    ended = torch.tensor([finish == "stop" for finish in batch.finish], device=device)
+                    batch = replace(batch, mask=batch.mask & ended[:, None])
                 rate = schedule(step, config.steps, decay=DECAY)
-                before, means = TokenMeans(), TokenMeans()
-                parts = list(rollout.split(config.micro_batch))
-                for epoch in range(config.epochs):
-                    loss = torch.zeros((), device=device, dtype=rollout.rewards.dtype)
-                    optimizers.zero_grad()
-                    for part in parts:
-                        logprobs, entropy = score(policy, part)  # (b, T), (b, T)
-                        if epoch == 0:
-                            before.add(token_metrics(logprobs, entropy, part), token_count(part.mask))
-                            if rescored:
-                                part.old_logprobs = logprobs.detach()
-                            if config.importance_cap is not None:
-                                weights = importance_weights(
-                                    part.old_logprobs, part.behavior_logprobs, part.mask, cap=config.importance_cap
-                                )
-                                part.advantages = part.advantages[:, None] * weights  # (b, T)
-                            if reference is not None:
-                                with torch.no_grad():
-                                    part.ref_logprobs, _ = score(reference, part)
-                        part_loss, metrics = algorithm.loss(
-                            logprobs,
-                            part.old_logprobs,
-                            part.advantages,
-                            part.mask,
-                            **algorithm.chosen(**options, ref_logprobs=part.ref_logprobs, denominator=denominator),
-                        )
-                        part_loss.backward()
-                        loss += part_loss.detach()
-                        means.add(metrics, token_count(part.mask))
-                    grad_norm = optimizers.update(loss, rate)
+                before, means, losses, norms = Means(), Means(), [], []
+                plan = []  # of each update its denominator, whatever the micro-batches, and the micro-batches
+                for update in batch.split_groups(updates):
+                    plan.append((algorithm.denominator(update.mask), list(update.split(config.micro_batch))))
+                if len(plan) > 1:  # the later ones are scored before the first one moves the policy
+                    for part in [part for _, parts in plan for part in parts]:
+                        with torch.no_grad():
+                            look(part, *score(policy, part), before)
+                for epoch in range(epochs):
+                    for denominator, parts in plan:
+                        loss = torch.zeros((), device=device, dtype=batch.rewards.dtype)
+                        optimizers.zero_grad()
+                        for part in parts:
+                            logprobs, entropy = score(policy, part)  # (b, T), (b, T)
+                            if epoch == 0 and len(plan) == 1:
+                                look(part, logprobs, entropy, before)
+                            part_loss, metrics = algorithm.loss(
+                                logprobs,
+                                part.old_logprobs,
+                                part.advantages,
+                                part.mask,
+                                **algorithm.chosen(**options, ref_logprobs=part.ref_logprobs, denominator=denominator),
+                            )
+                            part_loss.backward()
+                            loss += part_loss.detach()
+                            means.add(metrics, algorithm.weight(part.mask))
+                        norms.append(optimizers.update(loss, rate).item())
+                        losses.append(loss.item())
 
             run.log(
                 step,
@@ -235,10 +285,11 @@ def main(config: Config) -> dict:
                     **rollout_metrics(rollout, described),
                     **before.result(),
                     **means.result(),
-                    "loss": loss.item(),
-                    "grad_norm": grad_norm.item(),
+                    "loss": sum(losses) / len(losses),
+                    "grad_norm": sum(norms) / len(norms),
                     "learning_rate": rate * config.learning_rate,
-                    "tokens_per_second": token_count(rollout.mask) / run.step_seconds["sample"],
+                    "sampling_rounds": rounds,
+                    "tokens_per_second": int(rollout.lengths.sum()) / run.step_seconds["sample"],
                     **evaluated,
                 },
             )

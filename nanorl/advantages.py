@@ -82,6 +82,11 @@ def leave_one_out(rewards: Tensor, groups: Tensor, *, valid: Tensor | None = Non
     return centred * size / (size - 1).clamp(min=1)
 
 
+def teaching_groups(rewards: Tensor, groups: Tensor) -> Tensor:
+    """The groups in which some reward differs from another, in order: the others have no gradient."""
+    return groups[group_advantages(rewards, groups, scale="none") != 0].unique()
+
+
 def group_max(values: Tensor, group: Tensor, count: int) -> Tensor:
     """(B,) -> (B,): the largest non-negative value of each row's group."""
     return values.new_zeros(count).scatter_reduce(0, group, values, "amax")[group]

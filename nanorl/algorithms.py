@@ -17,13 +17,15 @@ from torch import Tensor
 from nanorl.from_trl import read, translate
 from nanorl.losses import cispo_loss, dapo_loss, dr_grpo_loss, grpo_loss, gspo_loss, reinforce_loss
 from nanorl.losses.aggregate import sequence_count, token_count
-from nanorl.options import command_line
+from nanorl.options import choose, command_line
 
-OFFERED = {
-    "ref_logprobs",
-    "denominator",
-    "max_length",
-}  # by the loop to every loss, whether it has a use for them or not
+# By the loop to every loss, whether it has a use for them or not.
+OFFERED = {"ref_logprobs", "denominator", "max_length"}
+EXTRAS = {
+    "dynamic_sampling": "groups of equal reward are dropped and replaced by new ones",
+    "overlong_penalty": "the last tokens before the limit cost reward, more and more",
+    "overlong_filtering": "responses cut off at the limit are left out of the loss",
+}
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,7 @@ class Algorithm:
     loss_options: dict = field(default_factory=dict)  # keywords of the loss that belong to the algorithm
     updates_per_rollout: int = 1  # disjoint parts of a batch of rollouts, with an update on each
     epochs: int = 1  # times a batch of rollouts is used
-    dynamic_sampling: bool = False  # groups of equal reward are dropped and replaced by new ones
-    overlong_penalty: bool = False  # the last tokens before the limit cost reward, more and more
-    overlong_filtering: bool = False  # responses cut off at the limit are left out of the loss
+    extras: tuple[str, ...] = ()  # parts of DAPO around the loss, of EXTRAS
     note: str = ""
 
     def denominator(self, mask: Tensor) -> int:
@@ -79,9 +79,7 @@ ALGORITHMS = {
         dapo_loss,
         advantage_scale="group",
         mean_over="tokens",
-        dynamic_sampling=True,
-        overlong_penalty=True,
-        overlong_filtering=True,
+        extras=("dynamic_sampling", "overlong_penalty", "overlong_filtering"),
         note="clip-higher, dynamic sampling, overlong penalty and filter",
     ),
     "gspo": Algorithm(
@@ -114,6 +112,18 @@ ALGORITHMS = {
         note="caps the weight of a token, keeps its gradient",
     ),
 }
+
+
+def choose_extras(given: list[str] | None, algorithm: Algorithm) -> tuple[str, ...]:
+    """Those of --extras, checked; where it is not given, the algorithm's."""
+    if given is None:
+        return algorithm.extras
+    if given == ["none"]:
+        return ()
+    for name in given:
+        choose("extras", name, {**EXTRAS, "none": "(alone)"} if len(given) == 1 else EXTRAS)
+    return tuple(given)
+
 
 COLUMNS = ("method", "reward source", "critic", "ratio and clipping level", "mean over", "KL", "note")
 OTHERS = [  # not group-policy losses: scripts of their own

@@ -7,34 +7,34 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
+from nanorl.advantages import teaching_groups
 from nanorl.losses.aggregate import token_mean
 from nanorl.rollout import Rollout
 
 
-class TokenMeans:
-    """Means over all tokens of a batch that comes in micro-batches: each part weighs as many tokens as it has."""
+class Means:
+    """Means over a batch that comes in micro-batches: each weighs as many tokens, or sequences, as it has."""
 
     def __init__(self):
         self.sums: dict[str, Tensor | float] = defaultdict(float)
-        self.tokens = 0
+        self.weight = 0
 
-    def add(self, means: dict[str, Tensor], tokens: int) -> None:
+    def add(self, means: dict[str, Tensor], weight: int) -> None:
         for name, mean in means.items():
-            self.sums[name] += mean * tokens
-        self.tokens += tokens
+            self.sums[name] += mean * weight
+        self.weight += weight
 
     def result(self) -> dict[str, float]:
-        return {name: float(total) / max(self.tokens, 1) for name, total in self.sums.items()}
+        return {name: float(total) / max(self.weight, 1) for name, total in self.sums.items()}
 
 
 def rollout_metrics(rollout: Rollout, described: dict[str, list[float]]) -> dict[str, float]:
     """Rewards and lengths of one batch of rollouts."""
     rewards, lengths = rollout.rewards, rollout.lengths.double()
-    groups, teaching = rollout.groups.unique(), rollout.groups[rollout.advantages != 0].unique()
     return {
         "reward": rewards.mean().item(),
         "reward_std": rewards.std(correction=0).item(),
-        "zero_variance_share": 1 - len(teaching) / len(groups),
+        "zero_variance_share": 1 - len(teaching_groups(rewards, rollout.groups)) / len(rollout.groups.unique()),
         "length": lengths.mean().item(),
         "length_max": lengths.max().item(),
         "truncated_share": rollout.finish.count("length") / len(rollout),

@@ -64,7 +64,7 @@ class Config:
     out: str = str(RUNS / "compare")
     """Folder for the runs and the results."""
     processes: int | None = None
-    """Runs at a time. Default: cores / threads of a run."""
+    """Runs at a time. Default: as many as there are cores."""
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,6 @@ def meaning(source: str) -> str:
     return ast.dump(WithoutTexts().visit(ast.parse(source)))
 
 
-def threads(arguments: Sequence[str]) -> int:
-    """That a run with these options uses."""
-    given = re.findall(r"--threads[ =](\d+)", " ".join(arguments))
-    return max(1, int(given[-1])) if given else 1
-
-
 def share_warm_starts(out: Path) -> None:
     """Those of the runs in runs/ serve here too."""
     (out / "warm_starts").mkdir(parents=True, exist_ok=True)
@@ -134,7 +128,7 @@ def main(config: Config, options: Sequence[str] = ()) -> list[dict]:
     out = Path(config.out)
     share_warm_starts(out)
     jobs = {v.label: [Job(v.label, s, out / f"{v.name}-seed-{s}", v.arguments) for s in seeds] for v in variants}
-    at_once = config.processes or max(1, cores() // max(threads(v.arguments) for v in variants))
+    at_once = config.processes or cores()
     try:
         run_all([job for of_one in jobs.values() for job in of_one], at_once, say)
     except KeyboardInterrupt:

@@ -201,7 +201,7 @@ def translate(given: dict[str, Any]) -> Translation:
     result = Translation(without={name: REASONS[name] for name in given if name in REASONS})
     algorithm(fields, result)
     if fields["mask_truncated_completions"]:
-        result.flags["overlong_filtering"] = True
+        result.flags["extras"] = "overlong_filtering"
         if result.flags.get("algo") in ("grpo", "dr_grpo", "gspo"):
             result.remarks.append(
                 "TRL divides by the number of all responses, masked ones too; here those are in no mean"
@@ -278,7 +278,7 @@ def algorithm(fields: dict[str, Any], result: Translation) -> None:
             f"--algo {algo} has scale {scale!r} (its row in nanorl/algorithms.py), not {fields['scale_rewards']!r}"
         )
     if algo == "dapo":  # TRL's is the loss alone
-        result.flags |= {"dynamic_sampling": False, "overlong_penalty": False, "overlong_filtering": False}
+        result.flags["extras"] = "none"
 
 
 def clipping(fields: dict[str, Any], given: dict[str, Any], result: Translation) -> None:

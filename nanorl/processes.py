@@ -56,7 +56,7 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},  # what a run needs it takes with --threads
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
                 start_new_session=True,  # Ctrl-C comes here alone, and `stop` passes it on
             )
 

@@ -85,6 +85,33 @@ class Rollout:
 
         return replace(self, **{field.name: pick(getattr(self, field.name)) for field in fields(self)})
 
+    def select_groups(self, groups: Tensor) -> Rollout:
+        """The rows of the given groups."""
+        return self.select(torch.isin(self.groups, groups).nonzero().flatten().tolist())
+
+    def split_groups(self, parts: int) -> list[Rollout]:
+        """At most that many disjoint parts of whole groups, as equal in number as can be."""
+        chunks = self.groups.unique().tensor_split(parts)
+        return [self.select_groups(chunk) for chunk in chunks if len(chunk)] if parts > 1 else [self]
+
+    def join(self, other: Rollout) -> Rollout:
+        """Both, one behind the other; the other's groups get numbers behind these."""
+        longest = max(self.tokens.shape[1], other.tokens.shape[1])
+
+        def both(name: str):
+            a, b = getattr(self, name), getattr(other, name)
+            if name == "groups":
+                b = b + self.groups.max() + 1
+            if isinstance(a, list):
+                return a + b
+            if not isinstance(a, Tensor):
+                return a
+            if a.dim() == 2:
+                a, b = (torch.nn.functional.pad(x, (0, longest - x.shape[1])) for x in (a, b))
+            return torch.cat([a, b])
+
+        return replace(self, **{field.name: both(field.name) for field in fields(self)})
+
     def to(self, device: torch.device | str) -> Rollout:
         moved = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
         return replace(self, **{name: tensor.to(device) for name, tensor in moved.items()})

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from nanorl.algorithms import ALGORITHMS, Algorithm, Config, main, table
+from nanorl.algorithms import ALGORITHMS, EXTRAS, Algorithm, Config, choose_extras, main, table
+from nanorl.errors import RunError
 from nanorl.losses import cispo_loss, dapo_loss, dr_grpo_loss, grpo_loss, gspo_loss, reinforce_loss
 from nanorl.options import command_line
 
@@ -28,8 +29,7 @@ def test_the_rows_are_those_of_the_papers():
     for name, row in ALGORITHMS.items():
         assert (row.loss, row.advantage_scale, row.mean_over, row.level, row.updates_per_rollout) == ROWS[name], name
         assert row.epochs == 1 and row.note
-        whole_dapo = (row.dynamic_sampling, row.overlong_penalty, row.overlong_filtering)
-        assert whole_dapo == (name == "dapo",) * 3
+        assert row.extras == (tuple(EXTRAS) if name == "dapo" else ())
         assert row.loss_options == ({"token_level": True} if name == "gspo_token" else {})
 
 
@@ -38,8 +38,23 @@ def test_gspo_alone_takes_four_updates_a_rollout_by_default():
 
 
 def test_dapo_alone_samples_dynamically_and_minds_overlong_responses_by_default():
-    assert {name for name, row in ALGORITHMS.items() if row.dynamic_sampling} == {"dapo"}
-    assert {name for name, row in ALGORITHMS.items() if row.overlong_penalty or row.overlong_filtering} == {"dapo"}
+    assert {name for name, row in ALGORITHMS.items() if row.extras} == {"dapo"}
+    assert set(ALGORITHMS["dapo"].extras) == {"dynamic_sampling", "overlong_penalty", "overlong_filtering"}
+
+
+def test_each_extra_can_be_switched_off_alone_and_none_means_none():
+    dapo = ALGORITHMS["dapo"]
+    assert choose_extras(None, dapo) == dapo.extras and choose_extras(None, ALGORITHMS["grpo"]) == ()
+    assert choose_extras(["none"], dapo) == ()
+    for left_out in EXTRAS:
+        rest = [name for name in EXTRAS if name != left_out]
+        assert choose_extras(rest, dapo) == tuple(rest)
+
+
+@pytest.mark.parametrize("given", [["dynamic"], ["overlong_penalty", "none"]])
+def test_an_unknown_extra_is_an_error_that_lists_them(given):
+    with pytest.raises(RunError, match=r"dynamic_sampling.*overlong_penalty.*overlong_filtering"):
+        choose_extras(given, ALGORITHMS["dapo"])
 
 
 @pytest.mark.parametrize("name,count", [(name, 4 if row[2] == "tokens" else 2) for name, row in ROWS.items()])

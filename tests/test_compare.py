@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nanorl import compare, processes
-from nanorl.compare import Config, command_of, main, make_variant, meaning, split, threads
+from nanorl.compare import Config, command_of, main, make_variant, meaning, split
 from nanorl.errors import Interrupted, RunError
 
 LOSS = """
@@ -138,13 +138,11 @@ def test_quick_is_two_seeds_and_fewer_steps_unless_told_otherwise(pretend):
     assert len(chosen) == 3 and chosen[0].arguments[-4:] == ("--steps", "10", "--algo", "grpo")
 
 
-def test_processes_times_threads_are_at_most_the_cores(pretend, monkeypatch):
+def test_there_are_as_many_processes_as_cores_unless_asked_otherwise(pretend, monkeypatch):
     monkeypatch.setattr(compare, "cores", lambda: 8)
     main(Config(["grpo"], out="one"))
-    main(Config(["grpo", "grpo --threads 3"], out="three"))
-    main(Config(["grpo"], out="many"), ["--threads=16"])
-    assert [at_once for _, at_once in pretend] == [8, 2, 1]
-    assert threads(["--threads", "2", "--threads", "4"]) == 4
+    main(Config(["grpo"], out="few", processes=3))
+    assert [at_once for _, at_once in pretend] == [8, 3]
 
 
 def test_warm_starts_of_the_readers_own_runs_are_used(pretend, tmp_path):

@@ -125,9 +125,7 @@ def test_a_value_that_trl_does_not_take_is_an_error_that_says_what_it_takes(fiel
 def test_an_empty_config_is_trls_default_which_is_the_loss_of_dapo_alone():
     assert flags() == {
         "algo": "dapo",
-        "dynamic_sampling": False,
-        "overlong_penalty": False,
-        "overlong_filtering": False,
+        "extras": "none",
         "clip_low": 0.2,
         "clip_high": 0.2,
         "beta": 0.0,
@@ -170,7 +168,7 @@ def test_a_loss_that_is_not_here_has_no_counterpart(loss_type):
 
 def test_without_an_algorithm_a_clip_range_has_no_meaning():
     result = translate({"loss_type": "sapo", "epsilon": 0.1, "epsilon_high": 5.0, "mask_truncated_completions": True})
-    assert not {"clip_low", "clip_high"} & result.flags.keys() and result.flags["overlong_filtering"]
+    assert not {"clip_low", "clip_high"} & result.flags.keys() and result.flags["extras"] == "overlong_filtering"
     assert result.without.keys() == {"loss_type", "epsilon", "epsilon_high"}
 
 
@@ -187,9 +185,9 @@ def test_the_scale_of_advantages_is_the_rows():
 
 
 def test_masked_truncated_responses_are_overlong_filtering():
-    assert some(flags(mask_truncated_completions=True), algo="dapo", overlong_filtering=True, dynamic_sampling=False)
-    assert some(flags(loss_type="grpo", mask_truncated_completions=True), overlong_filtering=True)
-    assert "overlong_filtering" not in flags(loss_type="grpo")
+    assert some(flags(mask_truncated_completions=True), algo="dapo", extras="overlong_filtering")
+    assert some(flags(loss_type="grpo", mask_truncated_completions=True), extras="overlong_filtering")
+    assert "extras" not in flags(loss_type="grpo")
     remarks = translate({"loss_type": "grpo", "mask_truncated_completions": True}).remarks
     assert any("here those are in no mean" in remark for remark in remarks)
 

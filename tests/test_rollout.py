@@ -209,3 +209,24 @@ def test_a_record_whose_parts_do_not_fit_is_an_error_that_says_how(change, messa
 def test_prompts_and_responses_of_different_number_are_an_error_that_names_both():
     with pytest.raises(ValueError, match="2 prompts but 1 responses"):
         Rollout.from_responses([[1], [2]], [[3]])
+
+
+def test_split_groups_gives_disjoint_parts_of_whole_groups():
+    rollout = full_rollout()
+    first, second = rollout.split_groups(2)
+    assert first.groups.tolist() == [0, 0] and second.groups.tolist() == [1, 1]
+    assert first.prompts + second.prompts == rollout.prompts
+    assert rollout.split_groups(1) == [rollout] and len(rollout.split_groups(5)) == 2
+
+
+def test_joined_rollouts_keep_their_rows_and_number_their_groups_on():
+    rollout = full_rollout()
+    short = rollout.select([1, 0])  # of at most 2 tokens
+    both = short.join(rollout)
+    assert both.groups.tolist() == [0, 0, 1, 1, 2, 2]
+    assert both.prompts == short.prompts + rollout.prompts and both.finish == short.finish + rollout.finish
+    assert both.tokens.shape == both.mask.shape == both.old_logprobs.shape == (6, 4)
+    assert torch.equal(both.tokens[2:], rollout.tokens) and torch.equal(both.tokens[:2, :2], short.tokens)
+    assert not both.mask[:2, 2:].any() and both.lengths.tolist() == [1, 2, 2, 1, 0, 4]
+    assert torch.equal(both.rewards, torch.cat([short.rewards, rollout.rewards]))
+    assert both.temperature == 0.7 and both.truncated

@@ -155,7 +155,7 @@ def test_the_summary_holds_the_evaluations_before_and_after_seconds_and_seed(fin
         assert summary[name]["problems"] == 8
     assert summary["eval_before"] == metrics(finished[0])[0]["eval"]
     seconds = summary["seconds"]
-    assert {"warm_start", "train", "eval", "total"} <= seconds.keys() and min(seconds.values()) > 0
+    assert min(seconds[name] for name in ("warm_start", "train", "eval", "total")) > 0
     parts = seconds["warm_start"] + seconds["train"] + seconds["eval"]
     assert parts < seconds["total"]
     assert seconds["sample"] + seconds["reward"] + seconds["update"] <= seconds["train"] + 2e-3  # rounding
@@ -169,6 +169,9 @@ def test_trap_c2_the_summary_says_how_training_sampled_its_defaults_filled_in(fi
         "stop_ids": [task.tokenizer.eos_id],
         "temperature": 1.0,
     }
+
+
+EVALUATED = dict.fromkeys(EVALUATION, 0.5)
 
 
 LOGGED = {  # trap H.3, and what the contract adds
@@ -191,6 +194,7 @@ LOGGED = {  # trap H.3, and what the contract adds
     "grad_norm",
     "learning_rate",
     "tokens_per_second",
+    "sampling_rounds",
     "skipped_updates",
     "seconds",
 }
@@ -568,6 +572,138 @@ def test_with_several_epochs_the_ratio_leaves_1_and_clipping_acts(train):
     assert teaching and all(abs(line["ratio"] - 1) > 1e-4 for line in teaching)
     assert any(line["clip_fraction_low"] + line["clip_fraction_high"] > 0 for line in teaching)
     assert all(line["mismatch"] < 1e-5 for line in thrice)  # measured before the first update of a batch
+
+
+# ---- several updates a rollout
+
+
+@pytest.fixture
+def seen_updates(monkeypatch):
+    """Of every call of the loss: rows, old log-probs, log-probs, and the denominator it got."""
+    calls = []
+    row = train_grpo.ALGORITHMS["grpo"]
+
+    def loss(logprobs, old_logprobs, advantages, mask, *, denominator=None):
+        calls.append((len(mask), old_logprobs.clone(), logprobs.detach().clone(), denominator))
+        return row.loss(logprobs, old_logprobs, advantages, mask, denominator=denominator)
+
+    monkeypatch.setitem(train_grpo.ALGORITHMS, "grpo", dataclasses.replace(row, loss=loss))
+    return calls
+
+
+def test_updates_per_rollout_are_disjoint_parts_with_the_old_log_probs_of_before_the_first(train, seen_updates):
+    out = train(steps=1, prompts=4, updates_per_rollout=4, learning_rate=0.02)
+    assert [rows for rows, *_ in seen_updates] == [4, 4, 4, 4]  # a group each
+    assert [denominator for *_, denominator in seen_updates] == [4, 4, 4, 4]
+    distance = [(new - old).abs().max().item() for _, old, new, _ in seen_updates]
+    assert distance[0] == 0 and min(distance[1:]) > 1e-4  # the first update moves the policy away from the others' old
+    (line,) = metrics(out)
+    assert line["mismatch"] < 1e-5  # looked at before any update: later it would hold the drift
+
+
+def test_epochs_use_every_part_again_with_the_same_old_log_probs(train, seen_updates):
+    train(steps=1, prompts=2, updates_per_rollout=2, epochs=2, learning_rate=0.02)
+    assert len(seen_updates) == 4
+    for first, again in ((0, 2), (1, 3)):
+        assert torch.equal(seen_updates[first][1], seen_updates[again][1])
+        assert (seen_updates[first][2] - seen_updates[again][2]).abs().max() > 1e-4
+
+
+def test_micro_batches_change_nothing_with_several_updates_a_rollout(train):
+    whole, cut = (train(prompts=4, updates_per_rollout=2, micro_batch=size, dtype="float64") for size in (None, 3))
+    for name, weight in weights(whole).items():
+        torch.testing.assert_close(weight, weights(cut)[name], rtol=0, atol=1e-9)
+
+
+def test_gspo_takes_four_updates_a_rollout_and_its_ratio_leaves_1(train):
+    lines = metrics(train(algo="gspo", prompts=4, learning_rate=0.02))
+    assert all(abs(line["ratio"] - 1) > 1e-6 for line in lines if line["grad_norm"] > 0)
+
+
+def test_more_updates_than_prompts_are_an_error(train):
+    with pytest.raises(RunError, match="--updates-per-rollout must be at most 2, not 3"):
+        train(prompts=2, updates_per_rollout=3)
+
+
+@pytest.mark.parametrize("algo", ["grpo", "dr_grpo", "dapo", "gspo", "gspo_token", "reinforce", "cispo"])
+def test_every_algorithm_trains(algo, train):
+    out = train(algo=algo, importance_cap=2.0)
+    assert all(math.isfinite(line["loss"]) for line in metrics(out))
+    assert not equal(weights(out, 0), weights(out))
+
+
+# ---- the rest of DAPO
+
+
+def rewards_by_prompt(rewards):
+    """Of a problem's k-th appearance: those of its group, cyclically."""
+    count = {}
+
+    def reward(task, problem, response):
+        n = count[problem.prompt] = count.get(problem.prompt, -1) + 1
+        return rewards(problem)[n % 4]
+
+    return reward
+
+
+def test_dynamic_sampling_replaces_groups_of_equal_reward(train, monkeypatch, seen_updates):
+    def rewards(problem):  # only problems that begin with an odd digit tell their responses apart
+        return [0.0, 1.0, 1.0, 0.0] if int(problem.prompt[0]) % 2 else [1.0] * 4
+
+    monkeypatch.setattr(ChainArithmetic, "reward", rewards_by_prompt(rewards))
+    monkeypatch.setattr(train_grpo, "evaluate", lambda *_, **__: EVALUATED)
+    monkeypatch.setattr(train_grpo, "describe_evaluation", lambda *_: "")
+    monkeypatch.setattr(train_grpo.viewer, "write_run", lambda *_, **__: "")
+    lines = metrics(train(extras=["dynamic_sampling"], prompts=4, steps=3))
+    assert [rows for rows, *_ in seen_updates] == [16] * 3  # four groups of four, all of which teach
+    assert max(line["sampling_rounds"] for line in lines) > 1
+    assert all(0 < line["zero_variance_share"] < 1 for line in lines)  # of all that was sampled
+
+
+def test_dynamic_sampling_gives_up_after_its_last_round_and_moves_nothing(train, monkeypatch):
+    monkeypatch.setattr(ChainArithmetic, "reward", lambda *_: 1.0)
+    out = train(extras=["dynamic_sampling"], steps=1)
+    (line,) = metrics(out)
+    assert line["sampling_rounds"] == train_grpo.MAX_ROUNDS and line["grad_norm"] == 0
+    assert equal(weights(out, 0), weights(out))
+
+
+def test_every_round_has_problems_and_random_numbers_of_its_own(train, monkeypatch):
+    monkeypatch.setattr(ChainArithmetic, "reward", lambda *_: 1.0)
+    asked, generate = [], Sampler.generate
+
+    def keep(self, prompts, **how):
+        if "sample_ids" in how:
+            asked.append((tuple(map(tuple, prompts)), tuple(how["sample_ids"])))
+        return generate(self, prompts, **how)
+
+    monkeypatch.setattr(Sampler, "generate", keep)
+    train(extras=["dynamic_sampling"], steps=2)
+    assert len(asked) == 2 * train_grpo.MAX_ROUNDS == len({prompts for prompts, _ in asked})
+    ids = [i for _, ids in asked for i in ids]
+    assert len(ids) == len(set(ids))
+
+
+def test_overlong_filtering_leaves_truncated_responses_out_of_the_loss(train, monkeypatch):
+    masks = []
+    row = train_grpo.ALGORITHMS["grpo"]
+
+    def loss(logprobs, old_logprobs, advantages, mask, *, denominator=None):
+        masks.append((mask.any(1).sum().item(), denominator))
+        return row.loss(logprobs, old_logprobs, advantages, mask, denominator=denominator)
+
+    monkeypatch.setitem(train_grpo.ALGORITHMS, "grpo", dataclasses.replace(row, loss=loss))
+    (line,) = metrics(train(extras=["overlong_filtering"], steps=1, prompts=8, max_new_tokens=8))
+    assert 0 < line["truncated_share"] < 1
+    left = round((1 - line["truncated_share"]) * 32)
+    assert masks == [(left, left)]
+
+
+def test_the_overlong_penalty_enters_the_reward(train, monkeypatch):
+    monkeypatch.setattr(ChainArithmetic, "reward", lambda *_: 0.0)
+    (line,) = metrics(train(extras=["overlong_penalty"], steps=1, prompts=8, max_new_tokens=8))
+    # With a buffer of one token nothing but a response of the full length is penalised.
+    assert line["reward"] <= -line["truncated_share"] < 0
 
 
 def test_an_option_that_the_loss_does_not_have_is_an_error_before_any_work(train, monkeypatch):

@@ -1,0 +1,1 @@
+"""Rewards that are programs."""
