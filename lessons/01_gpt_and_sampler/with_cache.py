@@ -33,7 +33,7 @@ def generate(
         if uniforms is None:
             chosen = logprobs.argmax(-1)  # (B,)
         else:  # inverse CDF: the first token whose cumulative probability exceeds the uniform number
-            cdf = logprobs.double().exp().cumsum(-1)
+            cdf = logprobs.exp().cumsum(-1, dtype=torch.float64)
             chosen = torch.searchsorted(cdf, uniforms[:, t, None] * cdf[:, -1:], right=True).squeeze(1)
         written.append((chosen * open_, logprobs[rows, chosen] * open_, open_))
         open_ = open_ & (chosen != stop_id)
