@@ -66,7 +66,9 @@ def gradient(logits: Tensor, form: str, *, samples: int | None = None, generator
     return torch.autograd.grad(loss(logits, form, weights, beta), logits)[0]
 
 
-def train(form: str, updates: int = UPDATES, *, samples: int | None = None, seed: int = 0) -> tuple[Tensor, list[float]]:
+def train(
+    form: str, updates: int = UPDATES, *, samples: int | None = None, seed: int = 0
+) -> tuple[Tensor, list[float]]:
     """Gradient descent from the reference on -> final logits, and the distance to the optimum before each update and
     after the last: the total variation, the largest error in the probability of any event."""
     generator = torch.Generator().manual_seed(seed)
