@@ -45,8 +45,8 @@ def check_estimates(estimates):
 
 
 def check_slopes(slopes):
-    """d = ref_logprobs - logprobs falls by as much as the log-prob grows: each derivative by d changes its sign. That of
-    exp(d) - d - 1 by d is exp(d) - 1."""
+    """d = ref_logprobs - logprobs falls by as much as the log-prob grows: each derivative by d changes its sign. That
+    of exp(d) - d - 1 by d is exp(d) - 1."""
     logprobs, ref_logprobs = torch.tensor([LOGPROBS, REF_LOGPROBS], dtype=torch.double)
     want = [[1.0, 1.0, 1.0], [0.5, -0.5, 0.0], [0.393469340287, -0.648721270700, 0.0]]
     for i, got in enumerate(triple(slopes(logprobs, ref_logprobs), CASE)):
@@ -54,8 +54,8 @@ def check_slopes(slopes):
 
 
 def check_exact_kl(exact_kl):
-    """log_softmax both along the last dimension; sum of probability x difference of log-probs, the probability being the
-    policy's. -inf minus -inf is NaN: choose 0 where the probability is 0."""
+    """log_softmax both along the last dimension; sum of probability x difference of log-probs, the probability being
+    the policy's. -inf minus -inf is NaN: choose 0 where the probability is 0."""
     logits = torch.tensor([0.2, -0.1, 0.4], dtype=torch.double)
     ref_logits = torch.tensor([0.5, 0.3, 0.2], dtype=torch.double).log()
     want = nanorl.kl.exact_kl(logits, ref_logits)
@@ -103,7 +103,7 @@ def check_loss_that_holds_nothing_back(loss_that_holds_nothing_back):
     alone, by the logits. What does it know of the reference?"""
     counts = torch.tensor([5, 3, 2])  # of ten responses: exactly the policy's probabilities
     tokens = torch.arange(3).repeat_interleave(counts)
-    logits = (counts / 10).double().log().requires_grad_()
+    logits = (counts.double() / 10).log().requires_grad_()
     ref_logits = torch.tensor([0.2, 0.2, 0.6], dtype=torch.double).log()
     advantages = torch.tensor([1.0, -1.0, 0.5], dtype=torch.double)
 

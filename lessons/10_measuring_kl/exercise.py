@@ -1,5 +1,5 @@
-"""Exercises of lesson 10: KL by sample and by sum, in the reward and in the loss, and a silent bug. Fill the blanks, then
-run this file: it checks itself.
+"""Exercises of lesson 10: KL by sample and by sum, in the reward and in the loss, and a silent bug. Fill the blanks,
+then run this file: it checks itself.
 
     python lessons/10_measuring_kl/exercise.py
 
@@ -61,7 +61,7 @@ def kl_to_come(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
 
 
 def loss_that_holds_nothing_back(logprobs: Tensor, ref_logprobs: Tensor, advantages: Tensor, beta: float) -> Tensor:
-    """REINFORCE with a KL term. logprobs, ref_logprobs, advantages (B,): responses of one token, sampled from the policy.
+    """REINFORCE with a KL term, for responses of one token, sampled from the policy. All three tensors (B,).
 
     The symptom: the KL that is printed is right. The gradient norm grows with beta, so the term does reach the weights.
     But with beta 0.01, 0.1 or 1 the policy drifts away from the reference as if beta were 0; it is only noisier.

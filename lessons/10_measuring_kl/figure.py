@@ -84,7 +84,10 @@ def draw(path: Path) -> None:
                 gradients.plot(kl, line, color=color, ls=dashes, **style)
     bias.set(ylabel="bias / true KL", ylim=(-0.5, 0.5), title="k1 and k3 measure the KL without bias ...")
     noise.set(ylabel="standard deviation / true KL", yscale="log", title="... but k3 is precise only close by")
-    gradients.set(ylabel="cosine with the true gradient", ylim=(-1.05, 1.1), title="As gradients they agree close by")
+    gradients.set(
+        ylabel="cosine with the true gradient", ylim=(-1.05, 1.1), title="In the loss k2 and k3 pull alike close by"
+    )
+    gradients.text(0.03, 0.04, "colors as on the right", transform=gradients.transAxes, fontsize=9)
     for axes in (bias, noise, gradients):
         axes.set(xscale="log", xlabel="KL(policy || reference) of a response (nats)")
     bias.legend(loc="upper left")
