@@ -2,6 +2,7 @@
 
 import functools
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from nanorl.kl import exact_kl, kl_estimate
 
 LESSON = Path(__file__).resolve().parents[1] / "lessons" / "10_measuring_kl"
 README = (LESSON / "README.md").read_text()
+PROSE = " ".join(README.split())  # wherever its lines break
 KINDS = ("k1", "k2", "k3")
 
 
@@ -27,8 +29,14 @@ def kl_forms(load):
     return load("kl_forms")
 
 
+@pytest.fixture
+def figure(load, kl_forms, monkeypatch):
+    monkeypatch.setitem(sys.modules, "kl_forms", kl_forms)
+    return load("figure")
+
+
 def gradient(value: Tensor, of: Tensor) -> Tensor:
-    return torch.autograd.grad(value, of)[0]
+    return torch.autograd.grad(value, of, retain_graph=True)[0]
 
 
 def cells(row: str) -> list[str]:
@@ -77,7 +85,7 @@ def test_trap_a4_the_three_tokens_of_the_second_table_and_their_gradients():
     assert [float(c) for c in row_of("standard deviation")[3:]] == pytest.approx(deviations.tolist(), abs=5e-5)
     starts = ("mean gradient of $k_1$", r"of $k_2$ = $\nabla \text{KL}(\pi \Vert \pi_\text{ref})$")
     for i, start in enumerate((*starts, r"of $k_3$ = $\nabla \text{KL}(\pi_\text{ref} \Vert \pi)$")):
-        found = torch.autograd.grad((probs * k[i]).sum(), logits, retain_graph=True)[0]
+        found = gradient((probs * k[i]).sum(), logits)
         assert found.tolist() == pytest.approx([float(cell) for cell in row_of(start)], abs=5e-6)
     torch.testing.assert_close(found, probs - reference)  # of k3: that of a cross-entropy
 
@@ -86,9 +94,8 @@ def test_a_first_token_that_leads_to_the_kl_gets_no_gradient_of_a_per_token_kl()
     """After A policy and reference agree, after B their KL is 1 nat; the first token is even under both."""
     world = World(vocabulary=2, steps=2)
     ref_logits = torch.zeros(3, 2, dtype=torch.float64)
-    low, high = 0.5, 1.0  # bisection for the policy's probability behind B: KL to (1/2, 1/2) cannot reach 1 nat, so
-    ref_logits[2] = torch.tensor([0.9, 0.1], dtype=torch.float64).log()  # the reference is uneven there
-    low, high = 0.1, 1 - 1e-9
+    ref_logits[2] = torch.tensor([0.9, 0.1], dtype=torch.float64).log()  # behind B
+    low, high = 0.1, 1 - 1e-9  # by bisection, the policy there that is 1 nat away
     for _ in range(60):
         p = (low + high) / 2
         kl = p * math.log(p / 0.1) + (1 - p) * math.log((1 - p) / 0.9)
@@ -113,7 +120,7 @@ def test_the_z_score_makes_full_advantages_of_a_little_kl_in_the_reward():
         found = group_advantages(1 - beta * k1, torch.zeros(4, dtype=torch.long), scale="group")
         assert found.tolist() == pytest.approx([1.16, 0.39, -0.39, -1.16], abs=0.025)
         if beta == 0.04:
-            assert "+1.14, +0.38, -0.38, -1.14" in README
+            assert "+1.14, +0.38, -0.38, -1.14" in PROSE
             assert found.tolist() == pytest.approx([1.14, 0.38, -0.38, -1.14], abs=5e-3)
 
 
@@ -153,29 +160,17 @@ def test_the_ratio_with_its_gradient_repairs_k3_as_a_loss_but_not_what_comes_nex
     torch.testing.assert_close(found, gradient(true, logits), rtol=0, atol=1e-12)
 
 
-def test_k3_in_the_reward_follows_a_difference_that_vanishes_close_to_the_reference(kl_forms, load):
-    figure = load_figure(load, kl_forms)
+def test_k3_in_the_reward_follows_a_difference_that_vanishes_close_to_the_reference(kl_forms, figure):
     policy = figure.away(0, 0.1)
     pull, true = figure.pull(policy, "k3 in the reward"), figure.true_pull(policy)
     variable = policy.clone().requires_grad_()
     reversed_order = gradient(kl_forms.WORLD.kl(kl_forms.REFERENCE, variable), variable)
     torch.testing.assert_close(pull, true - reversed_order, rtol=0, atol=1e-12)
-    assert "has 0.06 of the true" in README and round(length(pull) / length(true), 2) == 0.06
-    assert "(cosine -0.69)" in README and round(cosine(pull, true), 2) == -0.69
+    assert "has 0.06 of the true" in PROSE and round(length(pull) / length(true), 2) == 0.06
+    assert "(cosine -0.69)" in PROSE and round(cosine(pull, true), 2) == -0.69
 
 
-def load_figure(load, kl_forms):
-    import sys
-
-    sys.modules["kl_forms"] = kl_forms
-    try:
-        return load("figure")
-    finally:
-        del sys.modules["kl_forms"]
-
-
-def test_bias_and_noise_of_the_estimates_as_the_policies_move_apart(kl_forms, load):
-    figure = load_figure(load, kl_forms)
+def test_bias_and_noise_of_the_estimates_as_the_policies_move_apart(kl_forms, figure):
     for step, shown in ((0.1, "0.0076"), (0.3, "0.063"), (1.0, "0.47"), (2.0, "1.07")):
         policy = figure.away(0, step)
         found = figure.values(policy)
@@ -187,12 +182,11 @@ def test_bias_and_noise_of_the_estimates_as_the_policies_move_apart(kl_forms, lo
         assert abs(found["k1"][0]) < 1e-9 and abs(found["k3"][0]) < 1e-9
 
 
-def test_cosines_with_the_true_gradient_that_the_lesson_gives(kl_forms, load):
-    figure = load_figure(load, kl_forms)
+def test_cosines_with_the_true_gradient_that_the_lesson_gives(kl_forms, figure):
     policy = figure.away(0, 1.0)
     found = {form: cosine(figure.pull(policy, form), figure.true_pull(policy)) for form in list(figure.DRAWN)[3:]}
     assert [round(found[f"k3 {level} in the loss"], 2) for level in ("a token", "of the response")] == [0.95, 0.86]
-    assert "is at 0.95, $k_3$ of the response at 0.86" in README
+    assert "is at 0.95, $k_3$ of the response at 0.86" in PROSE
     assert found["k1 in the reward"] == pytest.approx(1) == found["k2 of the response in the loss"]
 
 
@@ -220,7 +214,17 @@ def test_every_form_ends_where_the_table_says(kl_forms):
 def test_from_samples_k1_in_the_reward_still_arrives_and_k1_in_the_loss_still_does_not(kl_forms):
     _, arrives = kl_forms.train("k1 in the reward", 300, samples=32)
     _, does_not = kl_forms.train("k1 in the loss", 300, samples=32)
-    assert arrives[-1] < 0.02 < 0.3 < does_not[-1]
+    assert arrives[-1] < 0.005 < 0.5 < does_not[-1]
+
+
+def test_from_samples_a_baseline_takes_the_noise_of_a_kl_in_the_reward_and_not_that_in_the_loss(kl_forms):
+    def ends(form: str) -> list[float]:
+        return [kl_forms.train(form, 300, samples=32, seed=seed)[1][-1] for seed in range(3)]
+
+    in_reward, in_loss = ends("k1 in the reward"), ends("k2 of the response in the loss")
+    assert in_reward == pytest.approx([0.001, 0.001, 0.002], abs=1e-3)
+    assert in_loss == pytest.approx([0.026, 0.027, 0.017], abs=2e-3)
+    assert "off by 0.001, 0.001, 0.002" in PROSE and "by 0.026, 0.027, 0.017" in PROSE
 
 
 # ---- exercises
