@@ -129,7 +129,12 @@ class Config:
 
 
 def main(config: Config) -> dict:
-    algorithm = with_own_loss(choose("algo", config.algo, ALGORITHMS), config.loss, config.loss_args)
+    algorithm = with_own_loss(
+        choose("algo", config.algo, ALGORITHMS),
+        config.loss,
+        config.loss_args,
+        weighted=config.importance_cap is not None,
+    )
     task = choose("task", config.task, TASKS)()
     dtype = choose("dtype", config.dtype, DTYPES)
     device = choose_device(config.device)
