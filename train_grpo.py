@@ -129,7 +129,12 @@ class Config:
 
 
 def main(config: Config) -> dict:
-    algorithm = with_own_loss(choose("algo", config.algo, ALGORITHMS), config.loss, config.loss_args)
+    algorithm = with_own_loss(
+        choose("algo", config.algo, ALGORITHMS),
+        config.loss,
+        config.loss_args,
+        weighted=config.importance_cap is not None,
+    )
     task = choose("task", config.task, TASKS)()
     dtype = choose("dtype", config.dtype, DTYPES)
     device = choose_device(config.device)
@@ -238,9 +243,10 @@ def main(config: Config) -> dict:
                     more_problems, more, more_described = sample(step, rounds)
                     problems, rollout, rounds = problems + more_problems, rollout.join(more), rounds + 1
                     described = {name: values + more_described[name] for name, values in described.items()}
-                teaching = teaching_groups(rollout.rewards, rollout.groups)[: config.prompts]
-                if len(teaching):  # otherwise no advantage differs from 0, and no weight will move
-                    batch = rollout.select_groups(teaching)
+                teaching = teaching_groups(rollout.rewards, rollout.groups)
+                # Where none teaches, every advantage is 0: as many others then, which only the KL term can move.
+                chosen = teaching if len(teaching) else rollout.groups.unique()
+                batch = rollout.select_groups(chosen[: config.prompts])
 
             with run.phase("update"):
                 batch.advantages = group_advantages(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 
 import torch
@@ -25,7 +26,8 @@ class Means:
         self.weight += weight
 
     def result(self) -> dict[str, float]:
-        return {name: float(total) / max(self.weight, 1) for name, total in self.sums.items()}
+        """NaN where nothing had a weight: no mean, not one of 0."""
+        return {name: float(total) / self.weight if self.weight else math.nan for name, total in self.sums.items()}
 
 
 def rollout_metrics(rollout: Rollout, described: dict[str, list[float]]) -> dict[str, float]:

@@ -88,6 +88,9 @@ def make_variant(label: str, common: Sequence[str]) -> Variant:
     else:
         code.append(inspect.getsourcefile(inspect.unwrap(choose("algo", what, ALGORITHMS).loss)))
         options = ["--algo", what, *options]
+    for option in [option.partition("=")[0] for option in [*common, *options]]:
+        if option in ("--seed", "--out", "--resume"):
+            raise RunError(f"{option} is given to each run by the comparison: leave it away")
     arguments = [*common, *options]  # of an option given twice, the last counts
     digest = hashlib.sha256(repr(arguments).encode())
     for path in (SCRIPT, *code):

@@ -11,6 +11,7 @@ import difflib
 import json
 import math
 import shlex
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,7 @@ def literal(name: str, node: ast.expr) -> Any:
         return {"true": True, "false": False, "null": None, "none": None}.get(node.id.lower(), node.id)
     try:
         return ast.literal_eval(node)
-    except ValueError:
+    except (ValueError, TypeError):  # of the second kind: a list as the key of a dict
         raise ValueError(f"{name} must be a plain value, not {ast.unparse(node)}") from None
 
 
@@ -244,7 +245,7 @@ def checked(fields: dict[str, Any]) -> dict[str, Any]:
     for kind, expected, allowed in (
         (SWITCHES, "True or False", lambda value: isinstance(value, bool)),
         (COUNTS, "a whole number of at least 1", lambda value: type(value) is int and value >= 1),
-        (NUMBERS, "a number", lambda value: type(value) in (int, float) and math.isfinite(value)),
+        (NUMBERS, "a number", lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max),
     ):
         for name, default in kind.items():
             optional = default is None or name in ("max_completion_length", "vllm_importance_sampling_clip_max")

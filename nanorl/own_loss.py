@@ -46,8 +46,11 @@ CONTRACT = (
 )
 
 
-def with_own_loss(row: Algorithm, spec: str | None, arguments: Sequence[str] = ()) -> Algorithm:
+def with_own_loss(
+    row: Algorithm, spec: str | None, arguments: Sequence[str] = (), *, weighted: bool = False
+) -> Algorithm:
     """`row` with the loss FILE.py:FUNCTION (None: its own) and with the keywords k=v bound to it.
+    `weighted`: importance weights will make advantages (B, T) of (B,), where the ratio is a token's.
 
     Raises RunError for whatever is wrong with them. The loss has then been tried on a small batch.
     """
@@ -63,7 +66,7 @@ def with_own_loss(row: Algorithm, spec: str | None, arguments: Sequence[str] = (
     options = parse_arguments(function, arguments)
     loss = functools.update_wrapper(functools.partial(function, **options), function)
     algorithm = dataclasses.replace(row, loss=loss, **said)
-    try_out(algorithm)
+    try_out(algorithm, weighted and algorithm.level == "token")
     return algorithm
 
 
@@ -141,19 +144,21 @@ def parse_arguments(function: Callable, arguments: Sequence[str]) -> dict[str, A
     return options
 
 
-def try_out(algorithm: Algorithm) -> None:
+def try_out(algorithm: Algorithm, weighted: bool) -> None:
     """One call on two responses of 3 and 2 tokens: what is wrong shows now, not after the warm start."""
     loss_function, name = algorithm.loss, algorithm.loss.__name__
     logprobs = torch.tensor([[-1.0, -0.5, -2.0], [-0.7, -1.5, 0.0]], requires_grad=True)
     old_logprobs = torch.tensor([[-1.1, -0.5, -1.9], [-0.6, -1.7, 0.0]])
     mask = torch.tensor([[True, True, True], [True, True, False]])
     handed = {"denominator": algorithm.denominator(mask), "max_length": 3, "ref_logprobs": old_logprobs}
+    advantages = torch.tensor([1.0, -1.0])
     handed = {key: value for key, value in handed.items() if key in inspect.signature(loss_function).parameters}
     try:
-        result = loss_function(logprobs, old_logprobs, torch.tensor([1.0, -1.0]), mask, **handed)
+        result = loss_function(logprobs, old_logprobs, advantages, mask, **handed)
     except Exception as error:  # the function may do anything
-        where = Path(inspect.unwrap(loss_function).__code__.co_filename)
-        raise RunError(f"{name} failed on a small batch: {describe(error, where)}; {CONTRACT}") from error
+        raise RunError(
+            f"{name} failed on a small batch: {describe(error, where(loss_function))}; {CONTRACT}"
+        ) from error
 
     def require(holds: bool, found: str) -> None:
         if not holds:
@@ -172,9 +177,23 @@ def try_out(algorithm: Algorithm) -> None:
         scalar = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.dim() == 0)
         require(scalar, f"a metric {key!r} that is {kind(value)} instead of a scalar")
         require(not getattr(value, "requires_grad", False), f"a metric {key!r} that carries a gradient: detach it")
+    if weighted:  # (B, 1, T) * (B, T) would be another loss, or an error after the warm start
+        what = "with --importance-cap advantages are (B, T): take advantages[:, None] only where they are (B,)"
+        try:
+            again, _ = loss_function(logprobs, old_logprobs, advantages[:, None].expand(mask.shape), mask, **handed)
+        except Exception as error:  # as above
+            raise RunError(
+                f"{name} failed on a small batch: {describe(error, where(loss_function))}; {what}"
+            ) from error
+        require(torch.allclose(again, loss), f"another loss for the same advantages as (B, T); {what}")
     if gradient[~mask].any():
         text = f"{name} has a gradient outside the mask, so padding changes it: see nanorl/losses/aggregate.py"
         warnings.warn(text, stacklevel=2)
+
+
+def where(function: Callable) -> Path:
+    """The file that holds it."""
+    return Path(inspect.unwrap(function).__code__.co_filename)
 
 
 def kind(value: Any) -> str:

@@ -159,6 +159,9 @@ def test_warm_starts_of_the_readers_own_runs_are_used(pretend, tmp_path):
     [
         (Config([]), "nothing to compare"),
         (Config(["grpo", "grpo"]), "named twice"),
+        (Config(["grpo --seed 7"]), "--seed is given to each run by the comparison"),
+        (Config(["grpo --out=elsewhere"]), "--out is given"),
+        (Config(["grpo --resume"]), "--resume is given"),
         (Config(["grpo"], seeds=0), "--seeds must be at least 1"),
         (Config(["grpo"], target=math.nan), "--target must be at least 0"),
     ],

@@ -67,6 +67,7 @@ def test_values_may_be_lists_negative_numbers_and_texts(tmp_path):
         ('{"beta": 0.1', "neither JSON nor keywords"),
         ("beta 0.1", "neither JSON nor keywords"),
         ("[" * 5000, "neither JSON nor keywords"),
+        ("beta={[]: 1}", "beta must be a plain value"),
         ('{"beta": ' + "[" * 100000, "neither JSON nor keywords"),
     ],
 )
@@ -109,6 +110,7 @@ def test_a_field_like_no_other_is_an_error_too(tmp_path):
         ("epsilon", None, "a number"),
         ("beta", float("nan"), "a number"),
         ("beta", True, "a number"),
+        pytest.param("beta", 10**400, "a number", id="more than a float holds"),
         ("num_generations", 0, "a whole number of at least 1"),
         ("num_iterations", 1.5, "a whole number of at least 1"),
         ("use_vllm", 1, "True or False"),

@@ -265,3 +265,21 @@ def test_a_wrong_loss_is_refused_before_the_run_has_a_folder(write, train, tmp_p
 def test_on_the_command_line_arguments_stand_side_by_side():
     config = parse(train_grpo.Config, None, ["--loss", "a.py:b", "--loss-args", "x=1", "y=-2", "--seed", "3"])
     assert (config.loss, config.loss_args, config.seed) == ("a.py:b", ["x=1", "y=-2"], 3)
+
+
+@pytest.mark.parametrize("mean", ["token_mean(x, mask, denominator)", "x.masked_fill(~mask, 0).sum() / denominator"])
+def test_a_loss_that_cannot_take_an_advantage_for_each_token_is_an_error_with_importance_weights(write, mean):
+    spec = write(
+        LOSS.replace("token_mean(-scale * ratio * advantages[:, None], mask, denominator)", "MEAN").replace(
+            "MEAN", mean.replace("x", "(-scale * ratio * advantages[:, None])")
+        )
+    )
+    with_own_loss(ROW, spec)
+    with_own_loss(ALGORITHMS["gspo"], spec, weighted=True)  # one weight a sequence
+    with pytest.raises(RunError, match=r"with --importance-cap advantages are \(B, T\)"):
+        with_own_loss(ROW, spec, weighted=True)
+
+
+def test_a_loss_that_takes_both_shapes_of_advantages_passes_with_importance_weights(write):
+    both = "(advantages if advantages.dim() == 2 else advantages[:, None])"
+    with_own_loss(ROW, write(LOSS.replace("advantages[:, None]", both)), weighted=True)

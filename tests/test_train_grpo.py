@@ -668,6 +668,12 @@ def test_dynamic_sampling_gives_up_after_its_last_round_and_moves_nothing(train,
     assert equal(weights(out, 0), weights(out))
 
 
+def test_where_no_group_teaches_the_batch_is_as_large_as_ever(train, monkeypatch, seen_updates):
+    monkeypatch.setattr(ChainArithmetic, "reward", lambda *_: 1.0)
+    train(extras=["dynamic_sampling"], steps=1)
+    assert [rows for rows, *_ in seen_updates] == [TINY["prompts"] * TINY["group_size"]]
+
+
 def test_every_round_has_problems_and_random_numbers_of_its_own(train, monkeypatch):
     monkeypatch.setattr(ChainArithmetic, "reward", lambda *_: 1.0)
     asked, generate = [], Sampler.generate
@@ -697,6 +703,14 @@ def test_overlong_filtering_leaves_truncated_responses_out_of_the_loss(train, mo
     assert 0 < line["truncated_share"] < 1
     left = round((1 - line["truncated_share"]) * 32)
     assert masks == [(left, left)]
+
+
+def test_where_every_response_is_filtered_a_mean_over_tokens_is_null_and_no_weight_moves(train):
+    out = train(extras=["overlong_filtering"], steps=1, max_new_tokens=1, prompts=1, group_size=2)
+    (line,) = metrics(out)
+    assert line["truncated_share"] == 1
+    assert [line[name] for name in ("entropy", "mismatch", "ratio", "kl_old")] == [None] * 4
+    assert line["loss"] == line["grad_norm"] == 0 and equal(weights(out), weights(out, step=0))
 
 
 def test_the_overlong_penalty_enters_the_reward(train, monkeypatch):
