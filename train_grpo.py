@@ -207,8 +207,6 @@ def main(config: Config) -> dict:
             with run.phase("reward"):
                 rewards, described = grade(task, problems, rollout)
                 rollout.rewards = torch.tensor(rewards, dtype=rollout.behavior_logprobs.dtype, device=device)  # (B,)
-                if "overlong_penalty" in extras:
-                    rollout.rewards += overlong_penalty(rollout.lengths, max_new_tokens)
             return problems, rollout, described
 
         def look(part: Rollout, logprobs: Tensor, entropy: Tensor, means: Means) -> None:
@@ -244,13 +242,16 @@ def main(config: Config) -> dict:
                     problems, rollout, rounds = problems + more_problems, rollout.join(more), rounds + 1
                     described = {name: values + more_described[name] for name, values in described.items()}
                 teaching = teaching_groups(rollout.rewards, rollout.groups)
-                # Where none teaches, every advantage is 0: as many others then, which only the KL term can move.
+                # Where none teaches: as many others then, which the penalty and the KL term alone can move.
                 chosen = teaching if len(teaching) else rollout.groups.unique()
                 batch = rollout.select_groups(chosen[: config.prompts])
 
             with run.phase("update"):
+                rewards = batch.rewards  # (B,) the task's, by which groups are chosen and runs are compared
+                if "overlong_penalty" in extras:
+                    rewards = rewards + overlong_penalty(batch.lengths, max_new_tokens)
                 batch.advantages = group_advantages(
-                    batch.rewards, batch.groups, scale=algorithm.advantage_scale, valid=batch.mask.any(1)
+                    rewards, batch.groups, scale=algorithm.advantage_scale, valid=batch.mask.any(1)
                 )
                 if "overlong_filtering" in extras:
                     ended = torch.tensor([finish == "stop" for finish in batch.finish], device=device)

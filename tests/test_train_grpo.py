@@ -713,11 +713,20 @@ def test_where_every_response_is_filtered_a_mean_over_tokens_is_null_and_no_weig
     assert line["loss"] == line["grad_norm"] == 0 and equal(weights(out), weights(out, step=0))
 
 
-def test_the_overlong_penalty_enters_the_reward(train, monkeypatch):
+def test_the_overlong_penalty_enters_the_advantages_and_leaves_the_logged_reward_alone(train, monkeypatch):
     monkeypatch.setattr(ChainArithmetic, "reward", lambda *_: 0.0)
-    (line,) = metrics(train(extras=["overlong_penalty"], steps=1, prompts=8, max_new_tokens=8))
     # With a buffer of one token nothing but a response of the full length is penalised.
-    assert line["reward"] <= -line["truncated_share"] < 0
+    with_it, without = (
+        metrics(train(extras=e, steps=1, max_new_tokens=8))[0] for e in (["overlong_penalty"], ["none"])
+    )
+    assert 0 < with_it["truncated_share"] < 1 and with_it["reward"] == without["reward"] == 0
+    assert with_it["grad_norm"] > 0 == without["grad_norm"]
+
+
+def test_dynamic_sampling_judges_a_group_by_the_tasks_rewards_and_not_by_lengths(train, monkeypatch):
+    monkeypatch.setattr(ChainArithmetic, "reward", lambda *_: 0.0)
+    (line,) = metrics(train(extras=["dynamic_sampling", "overlong_penalty"], steps=1, max_new_tokens=8))
+    assert line["sampling_rounds"] == train_grpo.MAX_ROUNDS and line["zero_variance_share"] == 1
 
 
 def test_an_option_that_the_loss_does_not_have_is_an_error_before_any_work(train, monkeypatch):
