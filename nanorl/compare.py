@@ -31,18 +31,21 @@ from typing import Annotated
 
 import tyro
 
-from nanorl import advantages, algorithms, kl, losses, own_loss
+from nanorl import advantages, algorithms, batch_metrics, kl, losses, optimizers, own_loss, rollout
 from nanorl.algorithms import ALGORITHMS
 from nanorl.errors import Interrupted, RunError
 from nanorl.losses import aggregate, surrogate
 from nanorl.options import RUNS, at_least, choose, command_line
 from nanorl.paired import draw, read_course, summarize, tables
 from nanorl.processes import SCRIPT, Job, cores, run_all
+from nanorl.rewards import overlong
 from nanorl.run import write_atomically
 
 USUAL = ["--eval-every", "10"]  # often enough for the curve, and for the steps to a target
 QUICK = ["--steps", "40", "--eval-every", "5", "--eval-problems", "256"]
 QUICK_SEEDS = 2
+# What decides a run besides its options, its loss and what the warm start's own digest covers.
+AROUND = (advantages, algorithms, batch_metrics, kl, aggregate, surrogate, overlong, optimizers, rollout)
 
 
 @dataclass
@@ -80,7 +83,7 @@ def make_variant(label: str, common: Sequence[str]) -> Variant:
         what, *options = shlex.split(label)
     except ValueError as error:
         raise RunError(f"the variant {label!r} cannot be read: {error}") from None
-    code = [inspect.getsourcefile(module) for module in (advantages, algorithms, kl, aggregate, surrogate)]
+    code = [inspect.getsourcefile(module) for module in AROUND]
     if ".py:" in what:
         own_loss.load(what)
         code += [what.rpartition(":")[0], *sorted(Path(losses.__file__).parent.glob("*.py"))]  # it may call any of them

@@ -355,6 +355,11 @@ def batches(fields: dict[str, Any], given: dict[str, Any], result: Translation) 
         else:
             result.flags["prompts"] = rows * per_rollout // group
             result.remarks.append("--prompts is for one process: multiply by the number of yours")
+            if updates > result.flags["prompts"]:
+                del result.flags["updates_per_rollout"]
+                result.without["steps_per_generation"] = (
+                    f"{updates} updates on {result.flags['prompts']} groups take groups apart; here they stay whole"
+                )
     if "per_device_train_batch_size" in given:
         result.flags["micro_batch"] = rows
     if fields["max_steps"] > 0:

@@ -264,6 +264,12 @@ def test_updates_that_straddle_rollouts_have_no_counterpart(fields):
     assert "updates straddle rollouts" in result.without["steps_per_generation"]
 
 
+def test_updates_on_parts_of_a_group_have_no_counterpart():
+    result = translate({"per_device_train_batch_size": 8, "steps_per_generation": 4, "num_generations": 32})
+    assert result.flags["prompts"] == 1 and "updates_per_rollout" not in result.flags
+    assert "steps_per_generation" in result.without
+
+
 def test_rows_that_are_no_whole_groups_leave_prompts_open():
     result = translate({"per_device_train_batch_size": 2, "num_generations": 8})  # on several processes it may be right
     assert "prompts" not in result.flags
