@@ -26,14 +26,14 @@ ROOT = Path(__file__).resolve().parents[2]
 RUNS = Path("runs") / "lesson_09"  # from ROOT
 SEEDS = 3
 COMMAND = "python lessons/09_gspo/figure.py"
-VARIANTS = {  # of nanorl.compare -> name here, color, line
-    "grpo": ("GRPO, 1 update a batch", "tab:blue", ":"),
-    "grpo --updates-per-rollout 4": ("GRPO, 4", "tab:blue", "--"),
-    "grpo --updates-per-rollout 8": ("GRPO, 8", "tab:blue", "-"),
-    "gspo --updates-per-rollout 1": ("GSPO, 1 update a batch", "tab:orange", ":"),
-    "gspo": ("GSPO, 4", "tab:orange", "--"),
-    "gspo --updates-per-rollout 8": ("GSPO, 8", "tab:orange", "-"),
-    "gspo --clip-low 0.012 --clip-high 0.016": ("GSPO, 4, 40 times the band", "tab:green", "--"),
+VARIANTS = {  # of nanorl.compare -> name here, color
+    "grpo": ("GRPO, 1 update a batch", "0.5"),
+    "grpo --updates-per-rollout 4": ("GRPO, 4", "tab:blue"),
+    "grpo --updates-per-rollout 8": ("GRPO, 8", "tab:red"),
+    "gspo --updates-per-rollout 1": ("GSPO, 1 update a batch", "0.5"),
+    "gspo": ("GSPO, 4", "tab:blue"),
+    "gspo --updates-per-rollout 8": ("GSPO, 8", "tab:red"),
+    "gspo --clip-low 0.012 --clip-high 0.016": ("GSPO, 4, 40 times the band", "tab:green"),
 }
 PAIRS = {  # GRPO, GSPO
     "1 update a batch": ("grpo", "gspo --updates-per-rollout 1"),
@@ -42,6 +42,7 @@ PAIRS = {  # GRPO, GSPO
     "8 updates a batch": ("grpo --updates-per-rollout 8", "gspo --updates-per-rollout 8"),
 }
 EARLY = 10  # steps; the climb
+BLOCK = 10  # steps, of the means in the lower panels
 MIDDLE = (20, 50)  # steps; where several updates a batch cost accuracy again
 
 
@@ -59,43 +60,42 @@ def measured(outs: dict[str, list[Path]]) -> dict[str, dict[str, torch.Tensor]]:
     for label, folders in outs.items():
         metrics = [read_metrics(out) for out in folders]
         points = [evaluations(out, m) for out, m in zip(folders, metrics, strict=True)]
-        of_steps = {name: [[line[name] for line in m] for m in metrics] for name in ("ratio", "kl_old", "reward")}
+        of_steps = {"kl_old": [[line["kl_old"] for line in m] for m in metrics]}
         of_steps["clipped"] = [[line["clip_fraction_low"] + line["clip_fraction_high"] for line in m] for m in metrics]
         of_steps["at"] = [[step for step, _ in p] for p in points]
-        for name in ("accuracy", "accuracy_greedy"):
-            of_steps[name] = [[evaluation[name] for _, evaluation in p] for p in points]
+        of_steps["accuracy"] = [[evaluation["accuracy"] for _, evaluation in p] for p in points]
         result[label] = {name: torch.tensor(values, dtype=torch.float64) for name, values in of_steps.items()}
     return result
 
 
 def draw(path: Path) -> None:
     runs = measured(compare())
-    figure, axes = plt.subplots(1, 3, figsize=(12.5, 4.6))
-    panels = {
-        "accuracy": "accuracy on 512 held-out problems, sampled",
-        "clipped": "share clipped: of tokens (GRPO), of responses (GSPO)",
-        "kl_old": "KL(old || policy) over a batch's updates (nats a token)",
-    }
-    for ax, (name, label) in zip(axes, panels.items(), strict=True):
-        for variant, (shown, color, line) in VARIANTS.items():
-            if name != "accuracy" and "1 update" in shown:
-                continue  # 0 in every step
-            values = runs[variant][name]  # (seeds, points)
-            x = runs[variant]["at"][0] if name == "accuracy" else torch.arange(values.shape[1])
-            mean, half = mean_and_half(values)
-            ax.plot(x, mean, color=color, ls=line, label=shown)
-            if name == "accuracy":
-                ax.fill_between(
-                    x, (mean - half).clamp(min=0), (mean + half).clamp(max=1), color=color, alpha=0.12, lw=0
-                )
-        ax.set(xlabel="step (batches of 128 responses)", ylabel=label)
-        ax.grid(alpha=0.3)
-    axes[0].set(ylim=(0.3, 1.02))
-    axes[0].legend(loc="lower right", fontsize=8)
-    axes[1].set_yscale("log")
-    axes[2].set_yscale("log")
+    figure, ((grpo, gspo), (clipped, moved)) = plt.subplots(2, 2, figsize=(11, 8))
+    for variant, (shown, color) in VARIANTS.items():
+        run, axes = runs[variant], grpo if shown.startswith("GRPO") else gspo
+        axes.plot(run["at"][0], run["accuracy"].T, color=color, lw=0.7, alpha=0.5)
+        axes.plot(run["at"][0], run["accuracy"].mean(0), color=color, lw=2, label=shown)
+        if "1 update" in shown:
+            continue  # 0 in every step
+        line = "--" if axes is grpo else "-"
+        for axes, name in ((clipped, "clipped"), (moved, "kl_old")):
+            means = run[name].unflatten(1, (-1, BLOCK)).mean((0, 2))
+            means[means == 0] = torch.nan  # no place on a logarithmic axis
+            axes.plot(torch.arange(len(means)) * BLOCK + BLOCK / 2, means, line, color=color, label=shown, marker=".")
+    for axes in (grpo, gspo):
+        axes.set(ylabel="held-out accuracy, sampled", ylim=(0.35, 1.01))
+        axes.legend(loc="lower right", fontsize=9)
+    grpo.set_title("GRPO: more updates climb faster, then cost")
+    gspo.set_title("GSPO: the same, and slower at first")
+    clipped.set(yscale="log", ylabel="share of tokens (GRPO), of responses (GSPO)", title="What the clip leaves out")
+    moved.set(yscale="log", ylabel="KL(old || policy) (nats a token)", title="How far a batch's updates go")
+    moved.legend(loc="lower left", fontsize=9)
+    for axes in figure.axes:
+        axes.set(xlabel="step (batches of 128 responses)")
+        axes.grid(alpha=0.3)
     figure.suptitle(title(runs))
-    save(figure, path, f"Mean of {SEEDS} seeds, left with its 95 % interval. Drawn by: {COMMAND}")
+    caption = f"{SEEDS} seeds: each thin, mean thick; below, means of {BLOCK} steps and all seeds. Drawn by: {COMMAND}"
+    save(figure, path, caption)
     page = path.with_name("README.md")
     write_between(page, "results", results(runs))
     write_between(page, "differences", differences(runs))
@@ -104,7 +104,7 @@ def draw(path: Path) -> None:
 def title(runs: dict) -> str:
     clipped = runs["gspo"]["clipped"].mean()
     tokens = runs["grpo --updates-per-rollout 4"]["clipped"].mean()
-    return f"With 4 updates a batch GSPO clips {clipped:.0%} of the responses, GRPO {tokens:.1%} of the tokens"
+    return f"With 4 updates a batch GSPO leaves out {clipped:.0%} of the responses, GRPO {tokens:.1%} of the tokens"
 
 
 def estimate(values: torch.Tensor, sign: str = "") -> str:
@@ -125,7 +125,7 @@ HEADS = [f"accuracy after {EARLY} steps", f"mean from {MIDDLE[0]} to {MIDDLE[1]}
 
 def results(runs: dict) -> str:
     rows = [["variant", *HEADS, f"clipped, first {EARLY} steps", "clipped, all steps"]]
-    for variant, (shown, _, _) in VARIANTS.items():
+    for variant, (shown, _) in VARIANTS.items():
         clipped = runs[variant]["clipped"]
         rows.append([shown, *map(estimate, [*accuracies(runs[variant]), clipped[:, :EARLY].mean(1), clipped.mean(1)])])
     return table(rows)
