@@ -118,8 +118,35 @@ def test_trl_configuration_shown_is_gspo_here_and_the_ratio_of_a_sequence_alone_
 def test_the_answers_behind_the_questions_and_the_numbers_of_the_traps():
     _, found = loss_and_gradient(gspo_loss, torch.tensor([[0.3, -0.1, 0.1, 0.1]]).double(), [-1.0], torch.ones(1, 4))
     assert found[0].tolist() == pytest.approx([0.276293] * 4, abs=5e-7)
-    assert round(1.2**25) == 95 and "factor of 95 in likelihood" in PROSE
+    assert round(1.2**25) == 95 and "once it is 95 times as likely" in PROSE
     assert 0.007 / math.sqrt(25) == pytest.approx(0.0014)
+
+
+def test_what_the_lesson_says_of_its_runs_stands_in_their_tables():
+    def means(start: str) -> list[float]:
+        return [cell[0] for cell in row_of(start)]
+
+    grpo = [means(start.ljust(26)) for start in ("GRPO, 1 update a batch", "GRPO, 4", "GRPO, 8")]
+    gspo = [means(start.ljust(26)) for start in ("GSPO, 1 update a batch", "GSPO, 4", "GSPO, 8")]
+    wide = means("GSPO, 4, 40 times the band")
+    assert "11 % of the responses against 0.1 % of the tokens" in PROSE
+    assert (round(100 * gspo[1][4]), round(100 * grpo[1][4], 1)) == (11, 0.1)
+    assert "In the first 10 steps it is 56 %" in PROSE and round(100 * gspo[1][3]) == 56
+    assert "leaves out 3 % instead of 11 %" in PROSE and round(100 * wide[4]) == 3
+    assert "0.69 with 1 update, 0.94 with 4, 0.84 with 8. From 20 to 50: 0.95, 0.93, 0.83" in PROSE
+    assert [[round(row[i], 2) for row in grpo] for i in (0, 1)] == [[0.69, 0.94, 0.84], [0.95, 0.93, 0.83]]
+    assert [round(row[2], 2) for row in [*grpo, *gspo[:2], wide]] == [0.99] * 6 and round(gspo[2][2], 2) == 0.92
+    for start, beyond in (
+        ("1 update a batch", [False, False, False]),
+        ("4 updates a batch", [True, False, False]),
+        ("4, 40 times the band", [False, False, False]),
+        ("8 updates a batch", [False, False, False]),
+    ):
+        gaps = row_of(start.ljust(20))
+        assert [abs(mean) > half for mean, half in gaps] == beyond
+    assert all(mean < 0 for mean, _ in gaps)  # of 8 updates
+    assert "0.08 behind GRPO" in PROSE and round(gspo[1][0] - grpo[1][0], 2) == -0.08
+    assert "0.04 behind after 10 steps" in PROSE and round(wide[0] - grpo[1][0], 2) == -0.04
 
 
 # ---- exercises
