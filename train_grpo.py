@@ -148,7 +148,7 @@ def main(config: Config) -> dict:
     updates = min(updates, config.prompts)
     extras = choose_extras(config.extras, algorithm)
     # Whose log-probs are the old ones: the sampler's, unless the policy is scored more than once, or in bfloat16, where
-    # the two differ by 0.007 a token, or to correct for just that difference.
+    # the two may differ by more than GSPO's clip range, or to correct for just that difference.
     rescored = updates * epochs > 1 or dtype == torch.bfloat16 or config.importance_cap is not None
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
     torch.set_num_threads(THREADS)

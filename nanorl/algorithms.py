@@ -116,12 +116,10 @@ ALGORITHMS = {
 
 def choose_extras(given: list[str] | None, algorithm: Algorithm) -> tuple[str, ...]:
     """Those of --extras, checked; where it is not given, the algorithm's."""
-    if given is None:
-        return algorithm.extras
-    if given == ["none"]:
-        return ()
+    if given is None or given == ["none"]:
+        return () if given else algorithm.extras
     for name in given:
-        choose("extras", name, {**EXTRAS, "none": "(alone)"} if len(given) == 1 else EXTRAS)
+        choose("extras", name, EXTRAS)
     return tuple(given)
 
 

@@ -91,3 +91,22 @@ def lesson_module(monkeypatch):
         return module
 
     return load
+
+
+@pytest.fixture
+def refused(lesson_module):
+    """Asserts that a lesson's check of one blank passes the solution, and fails it once `right` in it is `wrong`."""
+
+    def assert_refused(folder: Path, blank: str, right: str, wrong: str) -> None:
+        source = (folder / "solution.py").read_text()
+        before, start, rest = source.partition(f"def {blank}(")
+        body, end, after = rest.partition("\n\n\n")
+        assert body.count(right) == 1
+        checks = lesson_module(folder, "checks")
+        check = getattr(checks, f"check_{blank}")
+        check(getattr(lesson_module(folder, "solution"), blank))
+        changed = lesson_module(folder, "solution", before + start + body.replace(right, wrong) + end + after)
+        with pytest.raises((checks.require.__globals__["Failed"], IndexError)):
+            check(getattr(changed, blank))
+
+    return assert_refused
