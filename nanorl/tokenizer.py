@@ -1,7 +1,7 @@
 """Text to token ids and back: tiktoken encodings that need no network.
 
-Three kinds: one token a character (the toy worlds), one token a byte, and byte-pair encoding (Sennrich et al. 2016;
-bytes as in GPT-2) trained here by a trainer short enough to read. All three become a `tiktoken.Encoding`.
+Four kinds: one token a character or a word (the toy worlds), one token a byte, and byte-pair encoding (Sennrich et al.
+2016; bytes as in GPT-2) trained here by a trainer short enough to read. All of them become a `tiktoken.Encoding`.
 
 Control tokens (`<bos>`, `<eos>`) have ids behind the ordinary ones. Text never turns into one of them, whatever a user
 types, unless `allow_control=True` asks for it.
@@ -22,6 +22,7 @@ import tiktoken
 EOS = "<eos>"
 BOS = "<bos>"
 ANY_CHARACTER = r"(?s)."
+SPACED_WORD = r" ?\S+"
 # Words keep their leading space, numbers and punctuation stand apart: the split of GPT-2, without its contractions.
 WORDS = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -50,6 +51,13 @@ class Tokenizer:
         return cls({c.encode(): i for i, c in enumerate(alphabet)}, ANY_CHARACTER, bos=bos)
 
     @classmethod
+    def words(cls, vocabulary: Sequence[str], *, bos: bool = False) -> Tokenizer:
+        """One token for each word, the space before it included: " the plot was dull ." is five tokens."""
+        if not vocabulary or len(set(vocabulary)) != len(vocabulary):
+            raise ValueError(f"the vocabulary must hold at least one word and none twice, got {list(vocabulary)}")
+        return cls({f" {word}".encode(): i for i, word in enumerate(vocabulary)}, SPACED_WORD, bos=bos)
+
+    @classmethod
     def bytes(cls, *, bos: bool = False) -> Tokenizer:
         """One token for each byte of the UTF-8 text: 256 tokens that can write anything."""
         return cls({bytes([b]): b for b in range(256)}, ANY_CHARACTER, bos=bos)
@@ -66,13 +74,18 @@ class Tokenizer:
         """Token ids of `text`. Control tokens written in it are plain characters unless `allow_control`."""
         if not self.knows_all_bytes:
             plain = regex.sub("|".join(map(regex.escape, self.control)), "", text) if allow_control else text
-            unknown = sorted({c for c in plain if c.encode() not in self.ranks})
-            if unknown:
-                alphabet = "".join(token.decode() for token in self.ranks)
-                raise ValueError(f"no token for {unknown} in {text!r}: this tokenizer knows only {alphabet!r}")
+            pieces = regex.findall(self.pattern, plain)
+            unknown = sorted({piece for piece in pieces if not self.knows(piece)})
+            if unknown or "".join(pieces) != plain:
+                known = "".join(token.decode() for token in self.ranks)
+                raise ValueError(f"no token for {unknown or 'blanks'} in {text!r}: this tokenizer knows only {known!r}")
         return (
             self.encoding.encode(text, allowed_special="all") if allow_control else self.encoding.encode_ordinary(text)
         )
+
+    def knows(self, piece: str) -> bool:
+        """Whether it is a token, or each of its characters is one."""
+        return piece.encode() in self.ranks or all(c.encode() in self.ranks for c in piece)
 
     def encode_prompt(self, text: str) -> list[int]:
         """<bos> (where the tokenizer has one) and the text."""

@@ -1,5 +1,6 @@
-"""What to learn. A task makes problems, shows how they may be answered, and verifies answers."""
+"""What to learn. A task makes problems, shows how they may be answered, and verifies or judges answers."""
 
 from nanorl.tasks.chain import ChainArithmetic
+from nanorl.tasks.reviews import Reviews
 
-TASKS = {"chain": ChainArithmetic}
+TASKS = {"chain": ChainArithmetic, "reviews": Reviews}
