@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanorl.kl import clamp_log_ratio
+from nanorl.losses.aggregate import masked, token_count
 
 EQUAL = 1e-6  # rewards of a group that differ by less, relative to the largest, count as equal
 
@@ -115,3 +116,58 @@ def importance_weights(
     if level == "sequence":
         log_weights = log_weights.sum(1) / mask.bool().sum(1).clamp(min=1)
     return clamp_log_ratio(log_weights).exp().clamp(max=cap)
+
+
+def place_rewards(scores: Tensor, mask: Tensor) -> Tensor:
+    """One score a response, (B,), as a reward on its last trainable token, (B, T); a row without any gets none.
+
+    The last one is the stop token, or where the response was cut off.
+    """
+    if mask.dim() != 2 or scores.shape != mask.shape[:1]:
+        raise ValueError(f"expected scores (B,) and a mask (B, T), got {tuple(scores.shape)} and {tuple(mask.shape)}")
+    left = mask.long().flip(1).cumsum(1).flip(1)  # (B, T) trainable tokens from here on
+    return torch.where(mask.bool() & (left == 1), scores[:, None], 0.0)
+
+
+@torch.no_grad()
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float, bootstrap: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (Schulman et al. 2015, eq. 16; arXiv:1506.02438): advantages, returns (B, T).
+
+        delta_t = r_t + gamma V_{t+1} - V_t,    A_t = delta_t + gamma lam A_{t+1},    R_t = A_t + V_t
+
+    rewards, values, mask (B, T): V_t is what the critic expects before token t. `lam` 0 trusts the critic behind one
+    step, 1 not at all: there R_t is the discounted sum of the rewards. t + 1 is the next trainable token: other tokens,
+    inserted or padding, cost no discount, and neither their values nor their rewards count. Behind the last one
+    everything is over and V is 0; where a response was only cut off, `bootstrap` (B,) says what V is there (0 for the
+    others). Without gradient, 0 outside the mask; the returns are the critic's targets.
+    """
+    if values.dim() != 2 or not rewards.shape == values.shape == mask.shape:
+        shapes = [tuple(x.shape) for x in (rewards, values, mask)]
+        raise ValueError(f"expected rewards, values and mask of one shape (B, T), got {shapes}")
+    if bootstrap is not None and bootstrap.shape != values.shape[:1]:
+        raise ValueError(f"expected bootstrap (B,) = {tuple(values.shape[:1])}, got {tuple(bootstrap.shape)}")
+    if not (0 <= gamma <= 1 and 0 <= lam <= 1):
+        raise ValueError(f"gamma and lam must be between 0 and 1, not {gamma} and {lam}")
+    rewards, values, chosen = masked(rewards, mask), masked(values, mask), mask.bool()
+    advantages = torch.zeros_like(rewards + values)
+    later = advantages.new_zeros(len(values))  # (B,) the advantage of the next trainable token
+    next_value = later if bootstrap is None else bootstrap.to(later.dtype)
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        later = torch.where(chosen[:, t], delta + gamma * lam * later, later)
+        next_value = torch.where(chosen[:, t], values[:, t], next_value)
+        advantages[:, t] = later
+    return masked(advantages, mask), masked(advantages + values, mask)
+
+
+def whiten(values: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) over the trainable tokens of the whole batch, (B, T); 0 outside the mask.
+
+    The variance is the sample's (divided by n - 1). For advantages, after the returns are taken from them.
+    """
+    x, count = masked(values, mask).double(), token_count(mask)  # squares must not leave the range
+    centred = masked(x - x.sum() / max(count, 1), mask)
+    variance = (centred**2).sum() / max(count - 1, 1)
+    return (centred / (variance + eps).sqrt()).to(values.dtype)

@@ -37,6 +37,17 @@ def constant_mean(values: Tensor, mask: Tensor, max_length: int, denominator: fl
     return masked(values, mask).sum() / (divisor(denominator, sequence_count(mask)) * max_length)
 
 
+def pair_mean(values: Tensor, denominator: float | None = None) -> Tensor:
+    """Mean over pairs. values (B,), one a pair; denominator: pairs of the whole batch."""
+    return values.sum() / divisor(denominator, len(values))
+
+
+def sequence_logprobs(logprobs: Tensor, mask: Tensor, *, mean: bool = False) -> Tensor:
+    """Log-prob of each whole response, (B, T) -> (B,): the sum over its tokens, or with `mean` that a token."""
+    sums = masked(logprobs, mask).sum(1)
+    return sums / mask.bool().sum(1).clamp(min=1) if mean else sums
+
+
 def token_count(mask: Tensor) -> int:
     return int(mask.bool().sum())
 
