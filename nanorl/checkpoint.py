@@ -36,8 +36,17 @@ def save(folder: Path, step: int, models: dict[str, nn.Module], training: dict) 
     """Write the state after `step` steps; returns its folder. Older checkpoints but one, and but FIRST, are removed
     afterwards."""
     final = folder / f"step_{step:06d}"
-    if final.exists():  # a resumed run that stopped before its first new step: the same state
-        return final
+    if not final.exists():  # else a resumed run stopped before its first new step: the same state
+        write(final, models, training)
+        for old in complete(folder)[:-KEPT]:
+            if old.name != FIRST:
+                shutil.rmtree(old)
+    return final
+
+
+def write(final: Path, models: dict[str, nn.Module], training: dict) -> None:
+    """A folder with weights, shapes and `training`, all of it or nothing."""
+    folder = final.parent
     folder.mkdir(parents=True, exist_ok=True)
     for stale in folder.glob(PARTIAL + "*"):
         shutil.rmtree(stale)
@@ -52,10 +61,6 @@ def save(folder: Path, step: int, models: dict[str, nn.Module], training: dict) 
         sync(path)
     os.rename(partial, final)
     sync(folder)
-    for old in complete(folder)[:-KEPT]:
-        if old.name != FIRST:
-            shutil.rmtree(old)
-    return final
 
 
 def sync(path: Path) -> None:
@@ -100,10 +105,10 @@ def load(checkpoint: Path, models: dict[str, nn.Module]) -> dict:
     return training
 
 
-def load_model(checkpoint: Path, name: str = "policy") -> GPT:
+def load_model(checkpoint: Path, name: str = "policy", kind: type[GPT] = GPT) -> GPT:
     """A model of a checkpoint by itself, to be used."""
     try:
-        model = GPT(GPTConfig(**json.loads((checkpoint / f"{name}.json").read_text())))
+        model = kind(GPTConfig(**json.loads((checkpoint / f"{name}.json").read_text())))
         weights = load_file(checkpoint / f"{name}.safetensors")
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise RunError(f"{checkpoint} is damaged ({error})") from None

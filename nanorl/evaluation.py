@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from nanorl.model import GPT
 from nanorl.rollout import Rollout
 from nanorl.sampler import Sampler
+from nanorl.scorer import score
 from nanorl.tasks.task import Problem, Task
 
 Z_95 = 1.959963984540054  # standard normal quantile at 0.975
@@ -97,15 +99,53 @@ def describe_evaluation(before: dict, after: dict) -> str:
     """The two evaluations side by side, for the console."""
 
     def line(name: str, key: str) -> str:
-        interval = f" [{after[key + '_low']:.3f}, {after[key + '_high']:.3f}]"
+        low, high = after.get(key + "_low"), after.get(key + "_high")
+        interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
         return f"{name:<28}{before[key]:.3f} -> {after[key]:.3f}{interval}"
 
-    return "\n".join(
-        [
-            f"on {after['problems']} held-out problems      before -> after [95 % interval]",
-            line("accuracy, sampled at T = 1", "accuracy"),
-            line("accuracy, greedy", "accuracy_greedy"),
-            f"{'mean length (tokens)':<28}{before['mean_length']:.1f} -> {after['mean_length']:.1f}",
-        ]
-        + [f"{key:<28}{before[key]:.3f} -> {after[key]:.3f}" for key in after if key.startswith("pass@")]
+    names = {
+        "accuracy": "accuracy, sampled at T = 1",
+        "accuracy_greedy": "accuracy, greedy",
+        "gold": "gold score (hidden)",
+        "proxy": "proxy score (learned)",
+        "kl": "KL to the warm start (nats)",
+        "mean_length": "mean length (tokens)",
+        **{key: key for key in after if key.startswith("pass@")},
+    }
+    head = f"on {after['problems']} held-out problems      before -> after [95 % interval]"
+    return "\n".join([head] + [line(name, key) for key, name in names.items() if key in after])
+
+
+@torch.no_grad()
+def evaluate_preferred(
+    policy: GPT,
+    reference: GPT,
+    proxy: Callable[[Rollout], Tensor],
+    task: Task,
+    problems: Sequence[Problem],
+    max_new_tokens: int,
+) -> dict:
+    """Where nothing can be verified: one response to each problem, sampled at temperature 1, and of these the means of
+
+    gold     the hidden score that training never sees, with its 95 % interval
+    proxy    the learned score that it does see
+    kl       log pi / pi_ref summed over the response: how far the policy has gone from the warm start, in nats
+    """
+    rollout = Sampler(policy).generate(
+        [task.tokenizer.encode_prompt(problem.prompt) for problem in problems],
+        max_new_tokens=max_new_tokens,
+        stop_ids=[task.tokenizer.eos_id],
+        seed=EVAL_SEED,
     )
+    gold = torch.tensor(grade(task, problems, rollout)[0], dtype=torch.float64)
+    half = Z_95 * gold.std().item() / math.sqrt(len(gold)) if len(gold) > 1 else math.inf
+    return {
+        "gold": gold.mean().item(),
+        "gold_low": gold.mean().item() - half,
+        "gold_high": gold.mean().item() + half,
+        "proxy": proxy(rollout).double().mean().item(),
+        "kl": (score(policy, rollout)[0] - score(reference, rollout)[0]).double().sum(1).mean().item(),
+        "mean_length": rollout.lengths.double().mean().item(),
+        "truncated_share": rollout.finish.count("length") / len(rollout),
+        "problems": len(problems),
+    }

@@ -53,18 +53,42 @@ def draw_accuracy(axes, steps: list[int], metrics: list[dict], points: list[tupl
     axes.legend(loc="lower right", fontsize=8)
 
 
+def draw_gold(axes, points: list[tuple[int, dict]]) -> None:
+    at = [step for step, _ in points]
+    axes.plot(at, [e["gold"] for _, e in points], color=GREEDY, marker="o", ms=4, label="gold: hidden, what is wanted")
+    low, high = ([e[key] for _, e in points] for key in ("gold_low", "gold_high"))
+    axes.fill_between(at, low, high, color=GREEDY, alpha=0.2, lw=0)
+    axes.plot(at, [e["proxy"] for _, e in points], color=SAMPLED, marker="o", ms=4, label="proxy: what is trained on")
+    axes.axhline(0, color=TRAINING, lw=0.8)
+    axes.set(ylabel="held-out score (95 % interval)")
+    axes.legend(loc="best", fontsize=8)
+
+
 def draw_curves(out: Path) -> Path:
-    """curves.png: accuracy, length, entropy and the share that thinks, against steps. Returns its path."""
+    """curves.png: how good, how long, how sure, and what else a run is about, against steps. Returns its path."""
     metrics = read_metrics(out)
     points = evaluations(out, metrics)
+    at, evaluated = [step for step, _ in points], [e for _, e in points]
     steps = [line["step"] for line in metrics]
     figure, ((a, b), (c, d)) = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True)
-    draw_accuracy(a, steps, metrics, points)
-    b.plot(steps, [line["length"] for line in metrics], color=SAMPLED)
+    good = "gold" if evaluated and "gold" in evaluated[0] else "accuracy"
+    if good == "gold":
+        draw_gold(a, points)
+    else:
+        draw_accuracy(a, steps, metrics, points)
+    if "length" in metrics[0]:
+        b.plot(steps, [line["length"] for line in metrics], color=SAMPLED)
+    else:  # nothing is sampled in training
+        b.plot(at, [e["mean_length"] for e in evaluated], color=SAMPLED, marker="o", ms=4)
     b.set(ylabel="mean response length (tokens)", ylim=(0, None))
-    c.plot(steps, [line["entropy"] for line in metrics], color=SAMPLED)
-    c.set(ylabel="entropy (nats a token)", xlabel="step", ylim=(0, None))
-    if "thinks" in metrics[0]:
+    curve = next(name for name in ("entropy", "loss") if name in metrics[0])
+    c.plot(steps, [line[curve] for line in metrics], color=SAMPLED)
+    label = {"entropy": "entropy (nats a token)", "loss": "loss (nats a pair)"}[curve]
+    c.set(ylabel=label, xlabel="step", ylim=(0, None))
+    if good == "gold":
+        d.plot(at, [e["kl"] for e in evaluated], color=SAMPLED, marker="o", ms=4)
+        d.set(ylabel="KL to the warm start (nats a response)", xlabel="step", ylim=(0, None))
+    elif "thinks" in metrics[0]:
         d.plot(steps, [line["thinks"] for line in metrics], color=SAMPLED)
         d.set(ylabel="share of responses that think", xlabel="step", ylim=(0, 1.02))
     else:
@@ -73,9 +97,9 @@ def draw_curves(out: Path) -> Path:
     for axes in (a, b, c, d):
         axes.grid(alpha=0.3)
     if len(points) > 1:
-        first, last = points[0][1], points[-1][1]
+        first, last = evaluated[0], evaluated[-1]
         figure.suptitle(
-            f"Held-out accuracy {first['accuracy']:.2f} -> {last['accuracy']:.2f}, "
+            f"Held-out {good} {first[good]:.2f} -> {last[good]:.2f}, "
             f"mean length {first['mean_length']:.0f} -> {last['mean_length']:.0f} tokens"
         )
     command = json.loads((out / "config.json").read_text())["command"]

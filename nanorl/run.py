@@ -40,6 +40,9 @@ from nanorl.errors import Interrupted, RunError
 from nanorl.optimizers import Optimizers
 from nanorl.options import RUNS, numbered_runs
 
+# On the console, of what a step logs
+SHOWN = ("reward", "proxy", "gold", "kl", "accuracy", "margin", "length", "entropy", "thinks")
+
 
 class Run:
     """One run's folder, progress and clock. Use as a context manager, so that Ctrl-C is caught from the first step.
@@ -57,7 +60,7 @@ class Run:
         self.step_seconds: dict[str, float] = {}
         self.began = time.perf_counter()
         self.models: dict[str, nn.Module] = {}
-        self.optimizers: Optimizers | None = None
+        self.optimizers: tuple[Optimizers, ...] = ()
         self.interrupted = False
 
     # ---- the folder
@@ -131,7 +134,7 @@ class Run:
 
     # ---- the loop
 
-    def track(self, optimizers: Optimizers, **models: nn.Module) -> None:
+    def track(self, *optimizers: Optimizers, **models: nn.Module) -> None:
         """What a checkpoint holds. When resuming, fills all of it from the newest one."""
         self.models, self.optimizers = models, optimizers
         if not self.resuming:
@@ -140,7 +143,8 @@ class Run:
         if state is None:
             self.keep_lines_before(0)
             return
-        optimizers.load_state_dict(state["optimizers"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
         checkpoint.set_random_state(state["random"])
         self.start, self.results, self.seconds = state["step"], state["results"], state["seconds"]
         self.keep_lines_before(self.start)
@@ -189,7 +193,7 @@ class Run:
     def save(self, step: int) -> None:
         state = {
             "step": step,
-            "optimizers": self.optimizers.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "random": checkpoint.random_state(),
             "results": self.results,
             "seconds": self.seconds_so_far(),
@@ -217,10 +221,11 @@ class Run:
         spent = time.perf_counter() - self.step_began
         self.seconds["train"] = self.seconds.get("train", 0.0) + spent - self.step_seconds.get("eval", 0.0)
         seconds = {name: round(value, 6) for name, value in self.step_seconds.items()} | {"step": round(spent, 6)}
-        line = {"step": step, **metrics, "skipped_updates": self.optimizers.skipped, "seconds": seconds}
+        skipped = sum(optimizer.skipped for optimizer in self.optimizers)
+        line = {"step": step, **metrics, "skipped_updates": skipped, "seconds": seconds}
         with open(self.out / "metrics.jsonl", "a") as file:
             file.write(json.dumps(plain(line)) + "\n")
-        shown = {k: v for k in ("reward", "length", "entropy", "thinks") if (v := metrics.get(k)) is not None}
+        shown = {name: metrics[name] for name in SHOWN if metrics.get(name) is not None}
         text = "  ".join(f"{name} {value:.3g}" for name, value in shown.items())
         self.bar.set_postfix_str(text)
         if step % max(1, self.config.steps // 10) == 0 or step == self.config.steps - 1:

@@ -1,0 +1,146 @@
+"""Preference pairs: two responses to one prompt, and which of them was liked better."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanorl.errors import RunError
+from nanorl.model import GPT
+from nanorl.rollout import Rollout
+from nanorl.sampler import Sampler
+from nanorl.tasks.task import Problem, Task
+from nanorl.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Pair:
+    prompt: list[int]
+    chosen: list[int]
+    rejected: list[int]
+    margin: float | None = None  # by how much the scores should differ at least
+
+
+def batch_of(pairs: Sequence[Pair], device: torch.device | str = "cpu") -> tuple[Rollout, Tensor | None]:
+    """(2 B responses: the chosen ones, then the rejected ones; margins (B,) or None)."""
+    rollout = Rollout.from_responses(
+        [pair.prompt for pair in pairs] * 2, [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+    )
+    margins = [pair.margin or 0.0 for pair in pairs]
+    return rollout.to(device), torch.tensor(margins, device=device) if any(margins) else None
+
+
+def rows_of_step(step: int, n: int, batch: int, seed: int) -> list[int]:
+    """Which of n pairs a step takes: all of them once in every pass, each pass in an order of its own. A function of
+    its arguments, so that a resumed run has no cursor to restore."""
+    places = range(step * batch, (step + 1) * batch)
+    orders = {epoch: random.Random(f"pairs {seed} {epoch}").sample(range(n), n) for epoch in {p // n for p in places}}
+    return [orders[place // n][place % n] for place in places]
+
+
+def usable(pairs: Sequence[Pair], max_context: int) -> tuple[list[Pair], dict[str, int]]:
+    """The pairs that can teach, and how many were dropped, by reason.
+
+    A response that does not fit is never cut: what is left of the pair could say the opposite, and a pair with nothing
+    left would count as a loss of log 2 = 0.693 that no training can lower.
+    """
+    kept, dropped = [], Counter()
+    for pair in pairs:
+        if len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) > max_context:
+            dropped["too long for the context"] += 1
+        elif not pair.chosen or not pair.rejected:
+            dropped["a response is empty"] += 1
+        elif pair.chosen == pair.rejected:
+            dropped["the same response twice"] += 1
+        else:
+            kept.append(pair)
+    return kept, dict(dropped)
+
+
+def collect_pairs(
+    policy: GPT, task: Task, problems: Sequence[Problem], *, key: str, labeller: str, max_new_tokens: int
+) -> tuple[list[Pair], dict[str, int]]:
+    """Two responses of `policy` to each problem, and which one the task's labeller likes better; a function of its
+    arguments. Returns the pairs, the sampled ids as they are, and how many were dropped, by reason."""
+    tokenizer = task.tokenizer
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")  # other samples than training's
+    rollout = Sampler(policy).generate(
+        [tokenizer.encode_prompt(problem.prompt) for problem in problems],
+        samples_per_prompt=2,
+        max_new_tokens=max_new_tokens,
+        stop_ids=[tokenizer.eos_id],
+        seed=seed,
+    )
+    ids = [row[:n] for row, n in zip(rollout.tokens.tolist(), rollout.lengths.tolist(), strict=True)]
+    texts = rollout.texts(tokenizer)
+    pairs, undecided = [], 0
+    for i, problem in enumerate(problems):
+        first, second = 2 * i, 2 * i + 1
+        if ids[first] == ids[second]:  # dropped and counted below
+            first_is_better = True
+        else:
+            first_is_better = task.prefers(problem, texts[first], texts[second], f"{key} {i}", labeller)
+        if first_is_better is None:
+            undecided += 1
+            continue
+        chosen, rejected = (first, second) if first_is_better else (second, first)
+        pairs.append(Pair(rollout.prompts[first], ids[chosen], ids[rejected]))
+    kept, dropped = usable(pairs, policy.config.max_context)
+    return kept, dropped | ({"equally good": undecided} if undecided else {})
+
+
+def read_pairs(path: str | Path, tokenizer: Tokenizer, max_context: int) -> tuple[list[Pair], dict[str, int]]:
+    """From a JSONL file: `prompt`, `chosen`, `rejected` (texts) and, if wanted, `margin` (a number) on each line.
+    Raises RunError that names the file and the line."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from None
+    pairs = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                pairs.append(parse_pair(line, tokenizer))
+            except ValueError as error:
+                raise RunError(f"{path}, line {number}: {error}") from None
+    kept, dropped = usable(pairs, max_context)
+    if not kept:
+        raise RunError(f"{path} holds no usable pair (of {len(pairs)} read; dropped: {describe_dropped(dropped)})")
+    return kept, dropped
+
+
+def parse_pair(line: str, tokenizer: Tokenizer) -> Pair:
+    """Raises ValueError that says what is wrong with the line."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"expected an object with prompt, chosen and rejected, got {line.strip()[:60]}")
+    for name in ("prompt", "chosen", "rejected"):
+        if not isinstance(row.get(name), str):
+            raise ValueError(f"{name} must be a text, got {row.get(name)!r}")
+    margin = row.get("margin")
+    if margin is not None and (
+        isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin)
+    ):
+        raise ValueError(f"margin must be a number, got {margin!r}")
+    prompt = tokenizer.encode_prompt(row["prompt"])
+    if not prompt:
+        raise ValueError("prompt is empty: the first response token needs one before it")
+    # An empty response would be its stop token alone; it is kept empty, and dropped and counted with the others.
+    chosen, rejected = (tokenizer.encode_response(row[name]) if row[name] else [] for name in ("chosen", "rejected"))
+    return Pair(prompt, chosen, rejected, margin)
+
+
+def describe_dropped(dropped: dict[str, int]) -> str:
+    return ", ".join(f"{count} ({reason})" for reason, count in dropped.items()) or "none"

@@ -1,0 +1,174 @@
+"""A GPT that says a number instead of the next token: outcome reward model, process reward model, critic.
+
+It starts from the policy that was fine-tuned on demonstrations, its head replaced by a scalar one (Ouyang et al. 2022,
+arXiv:2203.02155). The number is read from the hidden state behind a token:
+
+    outcome   behind the last token of the response          what is the whole response worth?
+    process   behind the last token of each step             is it right so far?
+    critic    before each token                              what is still to come?
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from nanorl import checkpoint
+from nanorl.errors import RunError
+from nanorl.losses import bradley_terry_loss
+from nanorl.model import GPT, GPTConfig
+from nanorl.optimizers import Optimizers, schedule
+from nanorl.preferences import Pair, batch_of, rows_of_step
+from nanorl.rollout import Rollout
+from nanorl.scorer import hidden_states
+
+NAME = "reward_model"
+BATCH = 64  # pairs a step
+LEARNING_RATE = 3e-3
+WARMUP = 10  # steps in which the learning rate rises; it then falls to zero with the last step
+BINS = 5  # of the calibration
+
+
+class RewardModel(GPT):
+    """`scores` are `gain` times what the head says, plus `bias`: see `normalize`."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__(config)
+        if not config.tied:
+            del self.head_weight
+        # Zeros: at first all responses are worth the same, and the loss is log 2.
+        self.score_weight = nn.Parameter(torch.zeros(1, config.width))
+        self.register_buffer("gain", torch.ones(()))
+        self.register_buffer("bias", torch.zeros(()))
+
+    @classmethod
+    def from_policy(cls, policy: GPT) -> RewardModel:
+        """The policy's weights, in storage of their own, under a scalar head."""
+        model = cls(policy.config).to(policy.head.device, policy.head.dtype)
+        trunk = {name: weight for name, weight in policy.state_dict().items() if name != "head_weight"}
+        model.load_state_dict(trunk, strict=False)
+        return model
+
+    @property
+    def head(self) -> Tensor:
+        """(1, D)"""
+        return self.score_weight
+
+    def scores(self, rollout: Rollout, *, raw: bool = False) -> Tensor:
+        """(B, T + 1): what the head says when it has read the prompt and the first t tokens of the response, t = 0 ...
+        T. Behind a row's end they mean nothing. `raw`: without gain and bias."""
+        hidden = hidden_states(self, rollout, read=rollout.tokens.shape[1])  # (B, T + 1, D)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        scores = (hidden.to(dtype) @ self.head.to(dtype).T).squeeze(-1)
+        return scores if raw else self.gain * scores + self.bias
+
+    def outcomes(self, rollout: Rollout, *, raw: bool = False) -> Tensor:
+        """(B,): the score of each response, read behind its last token, whatever stands behind that. An empty response
+        is an error: it would be the prompt that is scored."""
+        if not rollout.mask.any(1).all():
+            row = (~rollout.mask.any(1)).nonzero()[0].item()
+            raise ValueError(f"response {row} has no token that could be scored: leave it out")
+        return self.scores(rollout, raw=raw).gather(1, rollout.lengths[:, None]).squeeze(1)
+
+    def steps(self, rollout: Rollout, ends: Tensor) -> Tensor:
+        """(B, T): the score behind each token where `ends` (B, T) is True, the last one of a step; 0 elsewhere."""
+        return self.scores(rollout)[:, 1:].masked_fill(~ends, 0.0)
+
+    def values(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        """As a critic: (B, T) what is still to come before each token, 0 outside the mask; and (B,) behind the last
+        one, which counts only where a response was cut off."""
+        scores = self.scores(rollout)
+        behind = scores.gather(1, rollout.lengths[:, None]).squeeze(1)
+        return scores[:, :-1].masked_fill(~rollout.mask, 0.0), behind
+
+    @torch.no_grad()
+    def normalize(self, raw: Tensor) -> None:
+        """Choose gain and bias so that these raw scores (N,) get mean 0 and standard deviation 1 (ddof 0). A score has
+        no zero and no unit of its own; this gives `beta` one. Kept with the weights; done again it changes nothing."""
+        spread = raw.std(correction=0)
+        self.gain.copy_(1 / spread if spread > 0 else 1.0)
+        self.bias.copy_(-raw.mean() * self.gain)
+
+
+def train_reward_model(
+    model: RewardModel,
+    pairs: Sequence[Pair],
+    *,
+    steps: int,
+    seed: int,
+    batch: int = BATCH,
+    learning_rate: float = LEARNING_RATE,
+    report: Callable[[int, float], None] = lambda step, loss: None,
+) -> None:
+    """Train `model` in place: Bradley-Terry on raw outcome scores. `report(step, loss)` is called after each step."""
+    optimizers = Optimizers(model, learning_rate)
+    for step in range(steps):
+        rows = rows_of_step(step, len(pairs), min(batch, len(pairs)), seed)
+        rollout, margins = batch_of([pairs[row] for row in rows], model.head.device)
+        chosen, rejected = model.outcomes(rollout, raw=True).chunk(2)
+        loss, _ = bradley_terry_loss(chosen, rejected, margin=margins)
+        optimizers.zero_grad()
+        loss.backward()
+        optimizers.update(loss.detach(), schedule(step, steps, decay=1.0, warmup=WARMUP))
+        report(step, loss.item())
+
+
+@torch.no_grad()
+def examine(model: RewardModel, pairs: Sequence[Pair]) -> dict:
+    """How far the model can be trusted, on pairs it has not seen.
+
+    accuracy             share of pairs whose chosen response it scores higher
+    calibration          [[mean probability it gives its favourite, share of these that were chosen, pairs], ...]
+    calibration_error    mean over pairs of the distance between the first two
+    length_correlation   of score and length over all responses: far from that of gold and length it is a bias
+    """
+    rollout, _ = batch_of(pairs, model.head.device)
+    scores = model.outcomes(rollout, raw=True).double()
+    chosen, rejected = scores.chunk(2)
+    loss, metrics = bradley_terry_loss(chosen, rejected)
+    sure = (chosen - rejected).abs().sigmoid()  # (n,) of its favourite
+    right = (chosen > rejected).double()
+    bins = ((sure - 0.5) * 2 * BINS).long().clamp(max=BINS - 1)
+    calibration = [
+        [sure[bins == b].mean().item(), right[bins == b].mean().item(), int((bins == b).sum())]
+        for b in bins.unique().tolist()
+    ]
+    return {
+        "accuracy": metrics["accuracy"].item(),
+        "loss": loss.item(),
+        "pairs": len(pairs),
+        "calibration": calibration,
+        "calibration_error": sum(abs(p - q) * n for p, q, n in calibration) / len(pairs),
+        "length_correlation": correlation(scores, rollout.lengths.double()),
+    }
+
+
+def correlation(x: Tensor, y: Tensor) -> float:
+    """Pearson's, of two (N,); 0 where one of them is constant."""
+    x, y = x - x.mean(), y - y.mean()
+    scale = (x.norm() * y.norm()).item()
+    return (x @ y).item() / scale if scale > 0 else 0.0
+
+
+def save(folder: Path, model: RewardModel, report: dict) -> None:
+    """`folder`/reward_model, all of it or nothing."""
+    checkpoint.write(folder / NAME, {NAME: model}, {"report": report})
+
+
+def load(folder: Path) -> tuple[RewardModel, dict]:
+    """A frozen reward model and what was found out about it, from its folder or that of its run."""
+    folder = folder / NAME if (folder / NAME).is_dir() else folder
+    if not (folder / f"{NAME}.json").exists():
+        raise RunError(f"{folder} holds no reward model: give the folder of a run of train_ppo.py")
+    model = checkpoint.load_model(folder, NAME, RewardModel)
+    report = checkpoint.load(folder, {NAME: model})["report"]
+    return model.requires_grad_(False), report
+
+
+def critic_from(reward_model: RewardModel) -> RewardModel:
+    """To start with, what is to come is what the reward model already sees in the text so far."""
+    return copy.deepcopy(reward_model).requires_grad_(True)

@@ -1,0 +1,320 @@
+"""RLHF whole: imitate, learn what people prefer, then PPO against what was learned.
+
+    python train_ppo.py                       film reviews, two to three minutes on one core
+    python train_ppo.py --beta 0              nothing holds the policy back: it learns to fool the reward model
+    python train_ppo.py --help                every option
+
+    1  supervised fine-tuning on demonstrations                                       -> the first policy
+    2  pairs of its responses, and which of the two people like better
+    3  a reward model that tells the better one (Bradley-Terry, InstructGPT 2022)
+    4  PPO (Schulman et al. 2017): respond, score, and make what went better than the critic expected likelier
+
+Four models: the policy and its critic learn, the reference (the first policy) and the reward model are frozen. What it
+simplifies: all of them stand on one device and take turns, one response a prompt, and the people are a formula.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from nanorl import reward_model as rewarding
+from nanorl.advantages import gae, place_rewards, whiten
+from nanorl.batch_metrics import Means, explained_variance, token_metrics
+from nanorl.evaluation import describe_evaluation, evaluate_preferred, grade, sample_lines
+from nanorl.kl import kl_estimate
+from nanorl.losses import ppo_loss, value_loss
+from nanorl.losses.aggregate import masked, token_count
+from nanorl.model import GPT, GPTConfig, frozen_copy
+from nanorl.optimizers import Optimizers, schedule
+from nanorl.options import (
+    DTYPES,
+    MAX_SEED,
+    at_least,
+    at_most,
+    checking_options,
+    choose,
+    choose_device,
+    command_line,
+    describe_machine,
+    seed_generators,
+)
+from nanorl.plots import draw_curves
+from nanorl.preferences import collect_pairs, describe_dropped, read_pairs
+from nanorl.reward_model import RewardModel
+from nanorl.rollout import Rollout
+from nanorl.run import Run
+from nanorl.sampler import Sampler
+from nanorl.scorer import score
+from nanorl.sft import cached_warm_start
+from nanorl.tasks import PREFERENCE_TASKS
+
+THREADS = int(os.environ.get("OMP_NUM_THREADS", 1))
+DECAY = 0.5  # the share of the steps in which the learning rate falls to zero
+FRESH_PAIRS = 1000  # asked for, to examine the reward model: never trained on, about prompts never trained on
+
+
+@dataclass
+class Config:
+    """Options of train_ppo.py."""
+
+    name: ClassVar[str] = "ppo"  # of the folders in runs/
+
+    out: str | None = None
+    """Folder for everything the run writes. Default: runs/ppo-N, the next free N."""
+    seed: int = 0
+    """Of weights, prompts, samples and labels."""
+    steps: int = 100
+    """Batches of rollouts. A resumed run may be given another number: the learning rate then follows that."""
+    task: str = "reviews"
+    """What to learn: a row of nanorl/tasks whose responses people compare."""
+    pairs: str = "5000"
+    """Pairs of responses to ask about, or a JSONL file with prompt, chosen, rejected and perhaps margin on each line."""
+    labeller: str = "gold"
+    """Whom to ask: a labeller of the task. The reviews have gold, who knows what is good, and length, who also loves
+    long ones."""
+    reward: str | None = None
+    """rm:DIR, a reward model trained before (its folder, or that of its run), instead of a new one."""
+    reward_model_steps: int = 120
+    """Of the reward model, 64 pairs each."""
+    prompts: int = 128
+    """Responses a step, each to a prompt of its own."""
+    epochs: int = 2
+    """Times each batch of rollouts is used."""
+    mini_batches: int = 2
+    """Updates in each of these."""
+    micro_batch: int | None = None
+    """Responses scored at a time; it changes memory, not the result. Default: a mini-batch."""
+    beta: float = 0.1
+    """Weight of KL(policy || reference), in units of reward a nat."""
+    kl_in: str = "reward"
+    """Where the KL is paid for: `reward` takes beta (log pi - log pi_ref) from the reward of each token, as InstructGPT
+    does; `loss` adds beta times the k3 estimate to the loss, as GRPO does."""
+    gamma: float = 1.0
+    """Discount a token."""
+    lam: float = 0.95
+    """Of GAE: 0 trusts the critic, 1 only what was received."""
+    clip: float = 0.2
+    """The ratio is clipped to 1 +- this."""
+    value_clip: float = 0.2
+    """How far the critic may move from its value at the rollout, in units of reward. 0: as far as it likes."""
+    target_kl: float = 0.05
+    """No further update on a batch once KL(old || policy) is above this, in nats a token."""
+    missing_eos_penalty: float = 1.0
+    """Taken from the score of a response that was cut off."""
+    max_new_tokens: int | None = None
+    """Longest response, its stop token included. Default: the task's."""
+    learning_rate: float = 1e-3
+    """Of policy and critic: constant, then linearly to 0 over the last half of the steps."""
+    size: tuple[int, int, int] = (96, 2, 4)
+    """Width, layers and heads of each transformer."""
+    warm_start_steps: int | None = None
+    """Supervised steps on demonstrations; kept beside the run for the next one. Default: the task's."""
+    eval_every: int = 10
+    """Steps between evaluations on held-out prompts."""
+    eval_problems: int = 512
+    """Responses in an evaluation."""
+    save_every: int = 20
+    """Steps between checkpoints."""
+    resume: bool = False
+    """Continue the run in --out (default: the newest in runs/) from its last checkpoint."""
+    device: str = "auto"
+    """cpu, cuda, or auto: the GPU if there is one."""
+    dtype: str = "float32"
+    """Of weights and arithmetic: float32, float64 or bfloat16 (with float32 master weights and log-probs)."""
+
+
+def main(config: Config) -> dict:
+    task = choose("task", config.task, PREFERENCE_TASKS)()
+    choose("labeller", config.labeller, task.labellers)
+    choose("kl-in", config.kl_in, ("reward", "loss"))
+    dtype, device = choose("dtype", config.dtype, DTYPES), choose_device(config.device)
+    at_least(config, seed=0, steps=1, prompts=1, epochs=1, mini_batches=1, micro_batch=1, reward_model_steps=1, beta=0)
+    at_least(config, gamma=0, lam=0, clip=0, value_clip=0, target_kl=0, missing_eos_penalty=0, max_new_tokens=1)
+    at_least(config, learning_rate=0, warm_start_steps=0, eval_every=1, eval_problems=2, save_every=1)
+    at_most(config, seed=MAX_SEED, gamma=1, lam=1, clip=1, mini_batches=config.prompts)
+    max_new_tokens = config.max_new_tokens or task.max_new_tokens
+    torch.set_num_threads(THREADS)
+    seed_generators(config.seed)
+    width, layers, heads = config.size
+    with checking_options():
+        context = task.max_prompt_tokens + max(max_new_tokens, task.max_new_tokens)
+        shape = GPTConfig(task.tokenizer.vocab_size, width=width, layers=layers, heads=heads, max_context=context)
+    given = rewarding.from_option(config.reward, shape, device, dtype) if config.reward else None
+    file_pairs = None if config.pairs.isdecimal() else read_pairs(config.pairs, task.tokenizer, context)
+    policy = GPT(shape).to(device, dtype)
+
+    with Run(config) as run:
+        # 1 -------- the first policy
+        if not run.has_checkpoint:
+            with run.phase("warm_start"):
+                steps = task.warm_start_steps if config.warm_start_steps is None else config.warm_start_steps
+                cached_warm_start(
+                    policy,
+                    task,
+                    run.out.parent / "warm_starts",
+                    steps=steps,
+                    seed=config.seed,
+                    report=run.reporter("warm start", steps),
+                )
+
+        # 2, 3 ----- what people prefer, and a model of it
+        def learn_reward() -> RewardModel:
+            def ask(problems, key):
+                how = {"labeller": config.labeller, "max_new_tokens": max_new_tokens}
+                return collect_pairs(policy, task, problems, key=f"{key} {config.seed}", **how)
+
+            wanted = int(config.pairs) if file_pairs is None else 0
+            pairs, dropped = file_pairs or ask(task.training_problems(wanted, f"pairs {config.seed}"), "pairs")
+            fresh, _ = ask(task.held_out_problems(FRESH_PAIRS), "fresh")
+            run.say(f"{len(pairs)} pairs; dropped: {describe_dropped(dropped)}")
+            model = RewardModel.from_policy(policy)
+            report = run.reporter("reward model", config.reward_model_steps)
+            rewarding.train_reward_model(model, pairs, steps=config.reward_model_steps, seed=config.seed, report=report)
+            model.normalize_on(pairs)
+            found = rewarding.examine(model, fresh) | {"trained_on": len(pairs), "dropped": dropped}
+            rewarding.save(run.out, model, found)
+            return model.requires_grad_(False)
+
+        if given is None and not (run.out / rewarding.NAME).exists():
+            with run.phase("reward_model"):
+                learn_reward()
+        reward_model, found = given or rewarding.load(run.out)
+        reward_model.to(device, dtype)
+        run.results["reward_model"] = found
+        run.say(rewarding.describe(found))
+
+        # 4 -------- PPO
+        reference, critic = frozen_copy(policy), rewarding.critic_from(reward_model)
+        optimizers = Optimizers(policy, config.learning_rate), Optimizers(critic, config.learning_rate)
+        run.track(*optimizers, policy=policy, reference=reference, critic=critic)
+        run.say(describe_machine(policy))
+        run.say(describe_memory(policy=policy, critic=critic, reference=reference, reward_model=reward_model))
+        sampler = Sampler(policy)
+        held_out = task.held_out_problems(config.eval_problems)
+
+        @torch.no_grad()
+        def proxy(rollout: Rollout) -> Tensor:
+            """(B,) what the reward model thinks of each response."""
+            return reward_model.outcomes(rollout)
+
+        def examine() -> dict:
+            return evaluate_preferred(policy, reference, proxy, task, held_out, max_new_tokens)
+
+        for step in run.steps():
+            evaluated = {}
+            if step % config.eval_every == 0:
+                with run.phase("eval"):
+                    evaluated = {"eval": examine()}
+                run.results.setdefault("eval_before", evaluated["eval"])
+                watch(run, step, evaluated["eval"])
+
+            with run.phase("sample"):
+                problems = task.training_problems(config.prompts, f"ppo {config.seed} {step}")
+                rollout = sampler.generate(
+                    [task.tokenizer.encode_prompt(problem.prompt) for problem in problems],
+                    max_new_tokens=max_new_tokens,
+                    stop_ids=[task.tokenizer.eos_id],
+                    seed=config.seed,
+                    sample_ids=range(step * config.prompts, (step + 1) * config.prompts),
+                )
+
+            with run.phase("reward"), torch.no_grad():
+                mask = rollout.mask
+                scores = proxy(rollout)  # (B,)
+                cut_off = torch.tensor([finish == "length" for finish in rollout.finish], device=device)
+                rollout.rewards = scores - config.missing_eos_penalty * cut_off
+                rollout.old_logprobs, entropy = score(policy, rollout)  # (B, T)
+                rollout.ref_logprobs, _ = score(reference, rollout)
+                kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, "k1")  # (B, T)
+                rewards = place_rewards(rollout.rewards, mask)  # (B, T)
+                if config.kl_in == "reward":
+                    rewards = rewards - config.beta * masked(kl, mask)
+                rollout.values, behind = critic.values(rollout)  # (B, T), (B,)
+                rollout.advantages, rollout.returns = gae(
+                    rewards,
+                    rollout.values,
+                    mask,
+                    gamma=config.gamma,
+                    lam=config.lam,
+                    bootstrap=behind * cut_off,  # after a stop token there is nothing to come
+                )
+                rollout.advantages = whiten(rollout.advantages, mask)
+                gold, described = grade(task, problems, rollout)  # to look at
+
+            with run.phase("update"):
+                rate = schedule(step, config.steps, decay=DECAY)
+                means, updates, norms = Means(), 0, []
+                moved = 0.0  # KL(old || policy) in the last update, nats a token
+                rows = torch.randperm(len(rollout), generator=torch.Generator().manual_seed(step)).tolist()
+                for update in range(config.epochs * config.mini_batches):
+                    batch = rollout.select(rows[update % config.mini_batches :: config.mini_batches])
+                    denominator, moved = token_count(batch.mask), 0.0
+                    total = torch.zeros(2, device=device, dtype=rollout.rewards.dtype)
+                    for optimizer in optimizers:
+                        optimizer.zero_grad()
+                    for part in batch.split(config.micro_batch):
+                        logprobs, _ = score(policy, part)  # (b, T)
+                        policy_loss, metrics = ppo_loss(
+                            logprobs,
+                            part.old_logprobs,
+                            part.advantages,
+                            part.mask,
+                            clip_low=config.clip,
+                            clip_high=config.clip,
+                            ref_logprobs=part.ref_logprobs,
+                            beta=config.beta if config.kl_in == "loss" else 0.0,
+                            denominator=denominator,
+                        )
+                        values, _ = critic.values(part)  # (b, T)
+                        critic_loss, value_metrics = value_loss(
+                            values,
+                            part.values,
+                            part.returns,
+                            part.mask,
+                            clip=config.value_clip or None,
+                            denominator=denominator,
+                        )
+                        (policy_loss + critic_loss).backward()
+                        total += torch.stack([policy_loss, critic_loss]).detach()
+                        means.add(metrics | value_metrics, token_count(part.mask))
+                        moved += float(metrics["kl_old"]) * token_count(part.mask) / denominator
+                    if moved > config.target_kl:
+                        break
+                    norms.append([o.update(loss, rate).item() for o, loss in zip(optimizers, total, strict=True)])
+                    updates += 1
+
+            run.log(
+                step,
+                {
+                    "proxy": scores.mean().item(),
+                    "gold": sum(gold) / len(gold),
+                    "kl": masked(kl, mask).sum(1).mean().item(),
+                    "length": rollout.lengths.double().mean().item(),
+                    "truncated_share": cut_off.double().mean().item(),
+                    **Means.of(token_metrics(rollout.old_logprobs, entropy, rollout)),
+                    "explained_variance": explained_variance(rollout.values, rollout.returns, mask),
+                    **means.result(),
+                    "policy_loss": total[0].item(),
+                    "value_loss": total[1].item(),
+                    "updates": updates,
+                    "learning_rate": rate * config.learning_rate,
+                    **evaluated,
+                },
+            )
+            if evaluated:
+                run.samples(step, sample_lines(task, problems, rollout))
+
+        run.stop_if_interrupted(f"saved at step {config.steps} of {config.steps}")
+        with run.phase("eval"):
+            eval_after = examine()
+        watch(run, config.steps, eval_after)
+        summary = run.finish(eval_after=eval_after)
+        draw_curves(run.out)
+        run.say(describe_evaluation(summary["eval_before"], eval_after))
+        run.say(f"curves, samples, weights: {run.out}")
+    return summary
