@@ -1,4 +1,4 @@
-"""Every group-policy loss and PPO's: TRL's values, the published traps, and what no padding, partition or rank may change.
+"""Every group-policy loss and PPO's: TRL's values, published traps, and what no padding, partition or rank may change.
 
 One loss against the other, by hand: test_losses_by_hand.py. Over two ranks: test_losses_over_ranks.py.
 """
