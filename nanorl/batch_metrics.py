@@ -49,3 +49,16 @@ def token_metrics(logprobs: Tensor, entropy: Tensor, rollout: Rollout) -> dict[s
     """Means over tokens: entropy, and |scored - sampled| log-prob, which before the update is rounding or a bug."""
     mismatch = (logprobs - rollout.behavior_logprobs).abs()
     return {"entropy": token_mean(entropy, rollout.mask), "mismatch": token_mean(mismatch, rollout.mask)}
+
+
+@torch.no_grad()
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 - Var(R - V) / Var(R) over the trainable tokens, values and returns (B, T): how much the critic knows.
+
+    1: every return is foreseen but for a constant; 0: no better than a constant; NaN where all returns are equal. Of a
+    whole batch, since it is no mean that parts of one could add up to.
+    """
+    values, returns = values[mask.bool()].double(), returns[mask.bool()].double()
+    if len(returns) == 0 or returns.min() == returns.max():
+        return math.nan
+    return 1 - ((returns - values).var(correction=0) / returns.var(correction=0)).item()

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanorl.advantages import group_advantages
+from nanorl.advantages import gae, group_advantages, place_rewards
 from nanorl.exact import World, policy_gradient, total_variation
 from nanorl.kl import exact_kl, kl_estimate
-from nanorl.losses import grpo_loss
+from nanorl.losses import dpo_loss, grpo_loss, ppo_loss
 from nanorl.losses.aggregate import constant_mean, token_mean
 
 WORLDS = {"three tokens, always": {}, "up to three tokens": {"stop": 0}}
@@ -367,3 +367,49 @@ def test_total_variation_is_the_largest_difference_of_any_events_probability():
     events = [[bool(i >> k & 1) for k in range(3)] for i in range(8)]
     assert total_variation(p, q) == pytest.approx(max(abs(p[e].sum() - q[e].sum()).item() for e in events))
     assert total_variation(p, p) == 0
+
+
+# ---- a critic that is right, and preferences that are exact
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.7, 1.0])
+def test_with_a_critic_that_is_right_gae_gives_the_true_policy_gradient_for_any_lambda(world, lam):
+    logits, rewards = world.random_logits(0), rewards_of(world)
+    reached = (world.probs(logits) * rewards)[:, None].expand_as(world.states)[world.mask]
+    values = torch.zeros(len(world.prefixes), dtype=torch.float64).index_add(0, world.states[world.mask], reached)
+    values = (values / world.visits(logits))[world.states]  # (N, T): the expected reward before each token
+    advantages, _ = gae(place_rewards(rewards, world.mask), values, world.mask, gamma=1.0, lam=lam)
+    probs = world.probs(logits).detach()
+
+    def objective(z: Tensor) -> Tensor:  # each response as often as it is sampled; a token counts 1
+        logprobs = world.logprobs(z)
+        loss, _ = ppo_loss(logprobs, logprobs.detach(), advantages * probs[:, None], world.mask, denominator=1)
+        return -loss
+
+    assert_equal(gradient(objective, logits), true_gradient(world, logits, rewards))
+
+
+def test_dpo_on_exact_preferences_ends_at_the_best_policy_for_their_rewards(world):
+    """Preferences without end, as counts: of 60 answers about a pair of weights 1, 2 or 3, exp(reward), each response
+    wins its share, a whole number."""
+    count = len(world.responses)
+    weights = 1 + torch.arange(count) % 3
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    wins = [60 * weights[i].item() // (weights[i] + weights[j]).item() for i, j in pairs]
+    chosen, rejected = torch.tensor(pairs).repeat_interleave(torch.tensor(wins), 0).unbind(1)
+    ref_logits = world.random_logits(1)
+    ref = world.logprobs(ref_logits).sum(1)
+    logits = ref_logits.clone().requires_grad_()
+    optimizer = torch.optim.LBFGS([logits], max_iter=200, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        logprobs = world.logprobs(logits).sum(1)
+        value, _ = dpo_loss(logprobs[chosen], logprobs[rejected], ref[chosen], ref[rejected], beta=BETA)
+        value.backward()
+        return value
+
+    best = world.optimum(ref_logits, weights.double().log(), BETA)
+    assert total_variation(world.probs(ref_logits), best) > 0.2
+    optimizer.step(loss)
+    assert total_variation(world.probs(logits.detach()), best) < 0.01

@@ -1,4 +1,4 @@
-"""Every group-policy loss against TRL's values, the published traps, and what no padding, partition or rank may change.
+"""Every group-policy loss and PPO's: TRL's values, published traps, and what no padding, partition or rank may change.
 
 One loss against the other, by hand: test_losses_by_hand.py. Over two ranks: test_losses_over_ranks.py.
 """
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanorl.kl import exact_kl, k3
-from nanorl.losses import cispo_loss, dapo_loss, dr_grpo_loss, grpo_loss, gspo_loss, reinforce_loss
+from nanorl.losses import cispo_loss, dapo_loss, dr_grpo_loss, grpo_loss, gspo_loss, ppo_loss, reinforce_loss
 from nanorl.losses.aggregate import sequence_count, token_count
 
 ORACLE = json.loads((Path(__file__).parent / "data" / "group_policy_losses.json").read_text())
@@ -30,14 +30,15 @@ LOSSES = {
     "grpo": grpo_loss,
     "dr_grpo": functools.partial(dr_grpo_loss, max_length=MAX_LENGTH),
     "dapo": dapo_loss,
+    "ppo": ppo_loss,
     "gspo": gspo_loss,
     "gspo_token": functools.partial(gspo_loss, token_level=True),
     "reinforce": reinforce_loss,
     "cispo": cispo_loss,
 }
-COUNTS = dict.fromkeys(LOSSES, sequence_count) | dict.fromkeys(("dapo", "reinforce", "cispo"), token_count)
+COUNTS = dict.fromkeys(LOSSES, sequence_count) | dict.fromkeys(("dapo", "ppo", "reinforce", "cispo"), token_count)
 METRIC_COUNTS = dict.fromkeys(LOSSES, token_count) | dict.fromkeys(("gspo", "gspo_token"), sequence_count)
-CLIPPED = ("grpo", "dr_grpo", "dapo", "gspo", "gspo_token")
+CLIPPED = ("grpo", "dr_grpo", "dapo", "ppo", "gspo", "gspo_token")
 every_loss = pytest.mark.parametrize("name", LOSSES)
 every_clipped_loss = pytest.mark.parametrize("name", CLIPPED)
 
@@ -206,6 +207,7 @@ A1 = {  # loss -> its value where log-probs are -1.3, d loss / d logprob of a to
     "grpo": (0.0, -1 / 4, 1 / 12),
     "dr_grpo": (4 / (2 * MAX_LENGTH), -1 / (2 * MAX_LENGTH), 1 / (2 * MAX_LENGTH)),
     "dapo": (0.5, -0.125, 0.125),
+    "ppo": (0.5, -0.125, 0.125),
     "gspo": (0.0, -1 / 4, 1 / 12),
     "gspo_token": (0.0, -1 / 4, 1 / 12),
     "reinforce": (-0.5 * 1.3, -0.125, 0.125),
@@ -233,7 +235,7 @@ def test_trap_a1_the_loss_is_the_same_for_any_micro_batch_and_accumulation(name,
 
 # ---- trap A.2: per-token losses [1, 1, 1, 1] and [3]
 
-A2 = dict.fromkeys(("dapo", "reinforce", "cispo"), 1.4) | dict.fromkeys(("grpo", "gspo", "gspo_token"), 2.0)
+A2 = dict.fromkeys(("dapo", "ppo", "reinforce", "cispo"), 1.4) | dict.fromkeys(("grpo", "gspo", "gspo_token"), 2.0)
 A2 |= {"dr_grpo": 0.875}  # with max_length 4
 
 
@@ -789,6 +791,7 @@ CONTRACT = {  # function -> defaults of its keywords
     grpo_loss: {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
     dr_grpo_loss: {"max_length": inspect.Parameter.empty, "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
     dapo_loss: {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None},
+    ppo_loss: {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
     gspo_loss: {"token_level": False, "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None},
     reinforce_loss: {},
     cispo_loss: {"clip_high": 4.0},

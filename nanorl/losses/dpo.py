@@ -4,7 +4,7 @@
 
     DPO           -log sigmoid(beta h)
     cDPO          -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)                  (Mitchell 2023)
-    robust DPO   (-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e)     (Chowdhury et al. 2024, eq. 12)
+    robust DPO   (-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e)     (Chowdhury et al. 2024)
     IPO           (h - 1 / (2 beta))^2                                                   (Azar et al. 2023, eq. 17)
 
 The best policy for reward r under a KL penalty is pi* ~ pi_ref exp(r / beta). Solved for r, and put into the
