@@ -41,6 +41,7 @@ from nanorl.options import (
     choose_device,
     command_line,
     describe_machine,
+    describe_memory,
     seed_generators,
 )
 from nanorl.plots import draw_curves
@@ -73,7 +74,7 @@ class Config:
     task: str = "reviews"
     """What to learn: a row of nanorl/tasks whose responses people compare."""
     pairs: str = "5000"
-    """Pairs of responses to ask about, or a JSONL file with prompt, chosen, rejected and perhaps margin on each line."""
+    """Pairs of responses to ask about, or a JSONL file: prompt, chosen, rejected and perhaps margin on each line."""
     labeller: str = "gold"
     """Whom to ask: a labeller of the task. The reviews have gold, who knows what is good, and length, who also loves
     long ones."""
@@ -131,7 +132,8 @@ class Config:
 def main(config: Config) -> dict:
     task = choose("task", config.task, PREFERENCE_TASKS)()
     choose("labeller", config.labeller, task.labellers)
-    choose("kl-in", config.kl_in, ("reward", "loss"))
+    beta_in_loss = choose("kl-in", config.kl_in, {"reward": 0.0, "loss": config.beta})
+    beta_in_reward = config.beta - beta_in_loss
     dtype, device = choose("dtype", config.dtype, DTYPES), choose_device(config.device)
     at_least(config, seed=0, steps=1, prompts=1, epochs=1, mini_batches=1, micro_batch=1, reward_model_steps=1, beta=0)
     at_least(config, gamma=0, lam=0, clip=0, value_clip=0, target_kl=0, missing_eos_penalty=0, max_new_tokens=1)
@@ -144,7 +146,7 @@ def main(config: Config) -> dict:
     with checking_options():
         context = task.max_prompt_tokens + max(max_new_tokens, task.max_new_tokens)
         shape = GPTConfig(task.tokenizer.vocab_size, width=width, layers=layers, heads=heads, max_context=context)
-    given = rewarding.from_option(config.reward, shape, device, dtype) if config.reward else None
+    given = rewarding.from_option(config.reward, shape) if config.reward else None
     file_pairs = None if config.pairs.isdecimal() else read_pairs(config.pairs, task.tokenizer, context)
     policy = GPT(shape).to(device, dtype)
 
@@ -175,7 +177,7 @@ def main(config: Config) -> dict:
             model = RewardModel.from_policy(policy)
             report = run.reporter("reward model", config.reward_model_steps)
             rewarding.train_reward_model(model, pairs, steps=config.reward_model_steps, seed=config.seed, report=report)
-            model.normalize_on(pairs)
+            model.normalize_on(fresh)
             found = rewarding.examine(model, fresh) | {"trained_on": len(pairs), "dropped": dropped}
             rewarding.save(run.out, model, found)
             return model.requires_grad_(False)
@@ -232,8 +234,7 @@ def main(config: Config) -> dict:
                 rollout.ref_logprobs, _ = score(reference, rollout)
                 kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, "k1")  # (B, T)
                 rewards = place_rewards(rollout.rewards, mask)  # (B, T)
-                if config.kl_in == "reward":
-                    rewards = rewards - config.beta * masked(kl, mask)
+                rewards = rewards - beta_in_reward * masked(kl, mask)
                 rollout.values, behind = critic.values(rollout)  # (B, T), (B,)
                 rollout.advantages, rollout.returns = gae(
                     rewards,
@@ -244,7 +245,7 @@ def main(config: Config) -> dict:
                     bootstrap=behind * cut_off,  # after a stop token there is nothing to come
                 )
                 rollout.advantages = whiten(rollout.advantages, mask)
-                gold, described = grade(task, problems, rollout)  # to look at
+                gold, _ = grade(task, problems, rollout)  # to look at
 
             with run.phase("update"):
                 rate = schedule(step, config.steps, decay=DECAY)
@@ -267,7 +268,7 @@ def main(config: Config) -> dict:
                             clip_low=config.clip,
                             clip_high=config.clip,
                             ref_logprobs=part.ref_logprobs,
-                            beta=config.beta if config.kl_in == "loss" else 0.0,
+                            beta=beta_in_loss,
                             denominator=denominator,
                         )
                         values, _ = critic.values(part)  # (b, T)
@@ -296,7 +297,10 @@ def main(config: Config) -> dict:
                     "kl": masked(kl, mask).sum(1).mean().item(),
                     "length": rollout.lengths.double().mean().item(),
                     "truncated_share": cut_off.double().mean().item(),
-                    **Means.of(token_metrics(rollout.old_logprobs, entropy, rollout)),
+                    **{
+                        name: mean.item()
+                        for name, mean in token_metrics(rollout.old_logprobs, entropy, rollout).items()
+                    },
                     "explained_variance": explained_variance(rollout.values, rollout.returns, mask),
                     **means.result(),
                     "policy_loss": total[0].item(),
@@ -318,3 +322,22 @@ def main(config: Config) -> dict:
         run.say(describe_evaluation(summary["eval_before"], eval_after))
         run.say(f"curves, samples, weights: {run.out}")
     return summary
+
+
+def watch(run: Run, step: int, now: dict) -> None:
+    """Warns when what is wanted falls while what is trained on rises: the reward model is being fooled (Gao et al.
+    2023). The best evaluation so far, by gold, is kept in summary.json."""
+    best = run.results.get("best")
+    if best is None or now["gold"] > best["gold"]:
+        run.results["best"] = {"step": step, "gold": now["gold"], "gold_low": now["gold_low"], "proxy": now["proxy"]}
+    elif now["gold_high"] < best["gold_low"] and now["proxy"] > best["proxy"]:
+        run.results["over_optimized"] = True
+        run.say(
+            f"WARNING: over-optimization: held-out gold {now['gold']:.2f} is below the {best['gold']:.2f} of step "
+            f"{best['step']}, while the proxy rose from {best['proxy']:.2f} to {now['proxy']:.2f}. The policy has "
+            "learned to please the reward model: raise --beta, stop earlier, look at samples.txt"
+        )
+
+
+if __name__ == "__main__":
+    command_line(Config, __doc__, main)

@@ -129,6 +129,18 @@ def describe_machine(model: torch.nn.Module) -> str:
     return f"{weights / 1e6:.2f} M weights in {str(where.dtype).removeprefix('torch.')} on {where.device}{threads}"
 
 
+def describe_memory(**models: torch.nn.Module) -> str:
+    """What each model's weights take, and with gradients and the optimizer's moments those that learn (two moments are
+    counted: Muon keeps one), in MB."""
+    parts = []
+    for name, model in models.items():
+        size = sum(weight.numel() * weight.element_size() for weight in model.parameters()) / 1e6
+        learns = any(weight.requires_grad for weight in model.parameters())
+        whole = f"{4 * size:.1f} MB ({size:.1f} of weights, with gradients and moments)" if learns else f"{size:.1f} MB"
+        parts.append(f"{name.replace('_', ' ')} {whole}")
+    return "memory: " + ", ".join(parts)
+
+
 def seed_generators(seed: int) -> None:
     """Python's, NumPy's and torch's: torch's makes the weights, a reward may use any of them."""
     random.seed(seed)

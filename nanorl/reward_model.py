@@ -86,6 +86,11 @@ class RewardModel(GPT):
         return scores[:, :-1].masked_fill(~rollout.mask, 0.0), behind
 
     @torch.no_grad()
+    def normalize_on(self, pairs: Sequence[Pair]) -> None:
+        """Normalize on all responses of these pairs, best of the policy that PPO starts from."""
+        self.normalize(self.outcomes(batch_of(pairs, self.head.device)[0], raw=True))
+
+    @torch.no_grad()
     def normalize(self, raw: Tensor) -> None:
         """Choose gain and bias so that these raw scores (N,) get mean 0 and standard deviation 1 (ddof 0). A score has
         no zero and no unit of its own; this gives `beta` one. Kept with the weights; done again it changes nothing."""
@@ -154,6 +159,15 @@ def correlation(x: Tensor, y: Tensor) -> float:
     return (x @ y).item() / scale if scale > 0 else 0.0
 
 
+def describe(report: dict) -> str:
+    """For the console."""
+    return (
+        f"reward model: accuracy {report['accuracy']:.3f} on {report['pairs']} fresh pairs, off by "
+        f"{report['calibration_error']:.3f} in its certainty, correlation of score and length "
+        f"{report['length_correlation']:+.2f}"
+    )
+
+
 def save(folder: Path, model: RewardModel, report: dict) -> None:
     """`folder`/reward_model, all of it or nothing."""
     checkpoint.write(folder / NAME, {NAME: model}, {"report": report})
@@ -167,6 +181,20 @@ def load(folder: Path) -> tuple[RewardModel, dict]:
     model = checkpoint.load_model(folder, NAME, RewardModel)
     report = checkpoint.load(folder, {NAME: model})["report"]
     return model.requires_grad_(False), report
+
+
+def from_option(option: str, config: GPTConfig) -> tuple[RewardModel, dict]:
+    """What `--reward rm:DIR` names, if it can read what a policy of this shape writes."""
+    kind, _, folder = option.partition(":")
+    if kind != "rm" or not folder:
+        raise RunError(f"--reward {option} is unknown: write rm:DIR, the folder of a run of train_ppo.py")
+    model, report = load(Path(folder))
+    if model.config.vocab_size != config.vocab_size or model.config.max_context < config.max_context:
+        raise RunError(
+            f"the reward model in {folder} reads {model.config.max_context} tokens of a vocabulary of "
+            f"{model.config.vocab_size}, the policy writes {config.max_context} of {config.vocab_size}: train another"
+        )
+    return model, report
 
 
 def critic_from(reward_model: RewardModel) -> RewardModel:

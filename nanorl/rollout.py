@@ -35,6 +35,8 @@ class Rollout:
     ref_logprobs: Tensor | None = None  # (B, T) under the frozen reference
     rewards: Tensor | None = None  # (B,)
     advantages: Tensor | None = None  # (B,) or (B, T)
+    values: Tensor | None = None  # (B, T) of the critic, at the time of the rollout
+    returns: Tensor | None = None  # (B, T) the critic's targets
 
     def __post_init__(self):
         B = len(self.prompts)

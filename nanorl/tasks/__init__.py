@@ -4,3 +4,4 @@ from nanorl.tasks.chain import ChainArithmetic
 from nanorl.tasks.reviews import Reviews
 
 TASKS = {"chain": ChainArithmetic, "reviews": Reviews}
+PREFERENCE_TASKS = {"reviews": Reviews}  # those that come with people who compare responses

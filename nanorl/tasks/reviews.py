@@ -35,8 +35,8 @@ VERY_SHARE = 0.25
 BROKEN = 0.5  # gold lost for each word that may not stand where it stands, and for a missing end
 REPEATED = 1.0  # gold lost for a claim that says again what was spoken of, or in the same words
 PATIENCE, RAMBLING = 18, 0.2  # words that are read gladly; gold lost for each word behind them
-SHARPNESS = 2.0  # of the person's judgement: P(A over B) = sigmoid(SHARPNESS (gold A - gold B))
-LENGTH_LOVE = 0.25  # gold that a word is worth to the person of the "length" labeller
+SHARPNESS = 3.0  # of the person's judgement: P(A over B) = sigmoid(SHARPNESS (gold A - gold B))
+LABELLERS = {"gold": 0.0, "length": 0.25}  # people, and what gold a word is worth to each of them, whatever it says
 
 
 def clause(rng: random.Random) -> str:
@@ -77,11 +77,10 @@ def review(rng: random.Random) -> str:
 
 class Reviews:
     tokenizer = Tokenizer.words(WORDS)
-    verifiable = False  # what counts cannot be looked up: a reward has to be learned
     max_prompt_tokens = 5
     max_new_tokens = 32  # twice what the longest demonstration needs: room to ramble
     warm_start_steps = 80
-    labellers = ("gold", "length")
+    labellers = LABELLERS
 
     def __init__(self):
         whole = [f" the {n} was{v} {a}" for n in NOUNS for v in ("", " very") for a in GOOD + BAD]
@@ -109,10 +108,8 @@ class Reviews:
 
     def prefers(self, problem: Problem, a: str, b: str, key: str, labeller: str = "gold") -> bool | None:
         """Whether the person says that response `a` is better than `b`: Bradley-Terry with the gold score, so mostly
-        right; None where they cannot tell the two apart. The person of the "length" labeller is taken in by length as
-        well. A function of the arguments alone."""
+        right; None where they cannot tell the two apart. A function of the arguments alone."""
         difference = gold(problem.prompt, a) - gold(problem.prompt, b)
-        if labeller == "length":
-            difference += LENGTH_LOVE * (len(a.split()) - len(b.split()))
+        difference += LABELLERS[labeller] * (len(a.split()) - len(b.split()))
         rng = random.Random(f"label {key}")
         return rng.random() < 1 / (1 + math.exp(-SHARPNESS * difference)) if difference else None
