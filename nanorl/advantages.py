@@ -150,7 +150,7 @@ def gae(
         raise ValueError(f"expected bootstrap (B,) = {tuple(values.shape[:1])}, got {tuple(bootstrap.shape)}")
     if not (0 <= gamma <= 1 and 0 <= lam <= 1):
         raise ValueError(f"gamma and lam must be between 0 and 1, not {gamma} and {lam}")
-    rewards, values, chosen = masked(rewards, mask), masked(values, mask), mask.bool()
+    chosen = mask.bool()
     advantages = torch.zeros_like(rewards + values)
     later = advantages.new_zeros(len(values))  # (B,) the advantage of the next trainable token
     next_value = later if bootstrap is None else bootstrap.to(later.dtype)
