@@ -17,11 +17,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from nanorl import reward_model as rewarding
 from nanorl import viewer
 from nanorl.advantages import group_advantages, importance_weights, teaching_groups
 from nanorl.algorithms import ALGORITHMS, choose_extras
 from nanorl.batch_metrics import Means, rollout_metrics, token_metrics
-from nanorl.evaluation import describe_evaluation, evaluate, grade, sample_lines
+from nanorl.errors import RunError
+from nanorl.evaluation import describe_evaluation, evaluate, evaluate_preferred, grade, sample_lines
 from nanorl.losses.aggregate import token_count
 from nanorl.model import GPT, GPTConfig, frozen_copy
 from nanorl.optimizers import Optimizers, schedule
@@ -35,17 +37,19 @@ from nanorl.options import (
     choose_device,
     command_line,
     describe_machine,
+    policy_shape,
     seed_generators,
 )
 from nanorl.own_loss import with_own_loss
 from nanorl.plots import draw_curves
+from nanorl.reward_model import RewardModel
 from nanorl.rewards.overlong import overlong_penalty
 from nanorl.rollout import Rollout
 from nanorl.run import Run
 from nanorl.sampler import Sampler
 from nanorl.scorer import score
-from nanorl.sft import cached_warm_start
-from nanorl.tasks import TASKS
+from nanorl.sft import start_from_demonstrations
+from nanorl.tasks import PREFERENCE_TASKS, TASKS
 from nanorl.tasks.task import Problem
 
 # A second thread gains a quarter at the default size, and loses tenfold while anything else runs.
@@ -77,6 +81,9 @@ class Config:
     """Keywords of the loss that have no option of their own: k=v k=v ..."""
     task: str = "chain"
     """What to learn: a row of nanorl/tasks."""
+    reward: str | None = None
+    """rm:DIR, a reward model that train_ppo.py has trained (its folder, or that of its run): for tasks without a
+    verifier. Default: the task's verifier."""
     prompts: int = 16
     """Problems a step."""
     group_size: int = 8
@@ -106,14 +113,11 @@ class Config:
     Default: no correction."""
     beta: float = 0.0
     """Weight of KL(policy || warm start) in the loss; above 0 a frozen reference is kept."""
-    width: int = 96
-    """Of the transformer's residual stream."""
-    layers: int = 2
-    """Of the transformer."""
-    heads: int = 4
-    """Of the transformer's attention."""
-    warm_start_steps: int = 300
-    """Supervised steps on demonstrations before the first update; kept beside the run for the next one."""
+    size: tuple[int, int, int] = (96, 2, 4)
+    """Width, layers and heads of the transformer."""
+    warm_start_steps: int | None = None
+    """Supervised steps on demonstrations before the first update; kept beside the run for the next one. Default: the
+    task's."""
     eval_every: int = 20
     """Steps between evaluations on held-out problems."""
     eval_problems: int = 512
@@ -139,7 +143,7 @@ def main(config: Config) -> dict:
     dtype = choose("dtype", config.dtype, DTYPES)
     device = choose_device(config.device)
     at_least(config, seed=0, steps=1, prompts=1, group_size=2, epochs=1, updates_per_rollout=1, micro_batch=1)
-    at_least(config, learning_rate=0, clip_low=0, clip_high=0, beta=0, width=1, layers=1, heads=1, warm_start_steps=0)
+    at_least(config, learning_rate=0, clip_low=0, clip_high=0, beta=0, warm_start_steps=0)
     at_least(
         config, max_new_tokens=1, eval_every=1, eval_problems=1, save_every=1, importance_cap=0.1, temperature=1e-3
     )
@@ -153,31 +157,20 @@ def main(config: Config) -> dict:
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
     torch.set_num_threads(THREADS)
     seed_generators(config.seed)
+    shape = policy_shape(task, config.size, max_new_tokens)
     with checking_options():
-        shape = GPTConfig(
-            vocab_size=task.tokenizer.vocab_size,
-            width=config.width,
-            layers=config.layers,
-            heads=config.heads,
-            max_context=task.max_prompt_tokens + max(max_new_tokens, task.max_new_tokens),
-        )
         options = {"beta": config.beta or None, "clip_low": config.clip_low, "clip_high": config.clip_high}
         options["max_length"] = max_new_tokens  # a keyword of dr_grpo alone
         algorithm.chosen(**options)  # an option that the loss does not have is an error
+    reward_model = choose_reward(config, shape)
+    if reward_model is not None:
+        reward_model.to(device, dtype)
     policy = GPT(shape).to(device, dtype)
 
     with Run(config) as run:
-        if not run.has_checkpoint:
-            with run.phase("warm_start"):
-                run.results["warm_start_cached"] = cached_warm_start(
-                    policy,
-                    task,
-                    run.out.parent / "warm_starts",
-                    steps=config.warm_start_steps,
-                    seed=config.seed,
-                    report=run.reporter("warm start", config.warm_start_steps),
-                )
-        reference = frozen_copy(policy) if config.beta > 0 else None
+        start_from_demonstrations(run, policy, task, config.warm_start_steps)
+        # Where nothing can be verified, how far the policy has gone is part of every evaluation.
+        reference = frozen_copy(policy) if config.beta > 0 or reward_model else None
         optimizers = Optimizers(policy, config.learning_rate)
         run.track(optimizers, policy=policy, **({"reference": reference} if reference else {}))
         run.say(describe_machine(policy))
@@ -191,6 +184,16 @@ def main(config: Config) -> dict:
             "temperature": config.temperature,
         }
         run.results["sampling"] = sampling  # as it was, defaults filled in
+
+        @torch.no_grad()
+        def learned_reward(rollout: Rollout) -> Tensor:
+            """(B,)"""
+            return reward_model.outcomes(rollout)
+
+        def examine(samples: int) -> dict:
+            if reward_model is None:
+                return evaluate(policy, task, held_out, max_new_tokens, samples=samples)
+            return evaluate_preferred(policy, reference, learned_reward, task, held_out, max_new_tokens)
 
         def sample(step: int, number: int) -> tuple[list[Problem], Rollout, dict[str, list[float]]]:
             """Problems, responses with their rewards, and what the task says of them: round `number` of a step."""
@@ -207,7 +210,24 @@ def main(config: Config) -> dict:
             with run.phase("reward"):
                 rewards, described = grade(task, problems, rollout)
                 rollout.rewards = torch.tensor(rewards, dtype=rollout.behavior_logprobs.dtype, device=device)  # (B,)
+                if reward_model is not None:  # then the task's own score is to be looked at, not to be trained on
+                    described["gold"], rollout.rewards = rewards, learned_reward(rollout)
             return problems, rollout, described
+
+        def collect(step: int) -> tuple[list[Problem], Rollout, dict[str, list[float]], Rollout, int]:
+            """All that was sampled, as in `sample`; what of it is trained on; and the number of rounds."""
+            problems, rollout, described = sample(step, 0)
+            if "dynamic_sampling" not in extras:
+                return problems, rollout, described, rollout, 1
+            rounds = 1
+            while len(teaching_groups(rollout.rewards, rollout.groups)) < config.prompts and rounds < MAX_ROUNDS:
+                more_problems, more, more_described = sample(step, rounds)
+                problems, rollout, rounds = problems + more_problems, rollout.join(more), rounds + 1
+                described = {name: values + more_described[name] for name, values in described.items()}
+            teaching = teaching_groups(rollout.rewards, rollout.groups)
+            # Where none teaches: as many others then, which the penalty and the KL term alone can move.
+            chosen = teaching if len(teaching) else rollout.groups.unique()
+            return problems, rollout, described, rollout.select_groups(chosen[: config.prompts]), rounds
 
         def look(part: Rollout, logprobs: Tensor, entropy: Tensor, means: Means) -> None:
             """What is fixed before the first update on a micro-batch, from its scores (b, T) under the policy now."""
@@ -230,21 +250,10 @@ def main(config: Config) -> dict:
             evaluated = {}
             if step % config.eval_every == 0:
                 with run.phase("eval"):
-                    samples = FINAL_SAMPLES if step == 0 else 1
-                    evaluated = {"eval": evaluate(policy, task, held_out, max_new_tokens, samples=samples)}
+                    evaluated = {"eval": examine(FINAL_SAMPLES if step == 0 else 1)}
                 run.results.setdefault("eval_before", evaluated["eval"])
 
-            problems, rollout, described = sample(step, 0)
-            batch, rounds = rollout, 1
-            if "dynamic_sampling" in extras:
-                while len(teaching_groups(rollout.rewards, rollout.groups)) < config.prompts and rounds < MAX_ROUNDS:
-                    more_problems, more, more_described = sample(step, rounds)
-                    problems, rollout, rounds = problems + more_problems, rollout.join(more), rounds + 1
-                    described = {name: values + more_described[name] for name, values in described.items()}
-                teaching = teaching_groups(rollout.rewards, rollout.groups)
-                # Where none teaches: as many others then, which the penalty and the KL term alone can move.
-                chosen = teaching if len(teaching) else rollout.groups.unique()
-                batch = rollout.select_groups(chosen[: config.prompts])
+            problems, rollout, described, batch, rounds = collect(step)
 
             with run.phase("update"):
                 rewards = batch.rewards  # (B,) the task's, by which groups are chosen and runs are compared
@@ -305,23 +314,27 @@ def main(config: Config) -> dict:
 
         run.stop_if_interrupted(f"saved at step {config.steps} of {config.steps}")
         with run.phase("eval"):
-            eval_after = evaluate(policy, task, held_out, max_new_tokens, samples=FINAL_SAMPLES)
+            eval_after = examine(FINAL_SAMPLES)
         summary = run.finish(eval_after=eval_after)
         draw_curves(run.out)
         before, after = summary["eval_before"], summary["eval_after"]
-        page = viewer.write_run(
-            run.out,
-            policy,
-            task,
-            held_out,
-            f"accuracy {before['accuracy']:.3f} → {after['accuracy']:.3f} on {len(held_out)} held-out problems",
-            samples=FINAL_SAMPLES,
-            max_new_tokens=max_new_tokens,
-            scale=algorithm.advantage_scale,
-        )
+        how = {"max_new_tokens": max_new_tokens, "samples": FINAL_SAMPLES, "scale": algorithm.advantage_scale}
+        page = viewer.write_run(run.out, policy, task, held_out, before, after, **how)
         run.say(describe_evaluation(before, after))
         run.say(f"curves, samples, weights: {run.out}\nwhat changed, token by token: {page}")
     return summary
+
+
+def choose_reward(config: Config, shape: GPTConfig) -> RewardModel | None:
+    """The learned reward, for a task that has no verifier."""
+    learned = config.task in PREFERENCE_TASKS
+    if learned and config.reward is None:
+        raise RunError(
+            f"--task {config.task} has no verifier: give --reward rm:DIR, the folder of a run of train_ppo.py"
+        )
+    if config.reward is not None and not learned:
+        raise RunError(f"--task {config.task} has a verifier: leave --reward away")
+    return rewarding.from_option(config.reward, shape)[0] if learned else None
 
 
 if __name__ == "__main__":

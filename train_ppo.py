@@ -29,19 +29,19 @@ from nanorl.evaluation import describe_evaluation, evaluate_preferred, grade, sa
 from nanorl.kl import kl_estimate
 from nanorl.losses import ppo_loss, value_loss
 from nanorl.losses.aggregate import masked, token_count
-from nanorl.model import GPT, GPTConfig, frozen_copy
+from nanorl.model import GPT, frozen_copy
 from nanorl.optimizers import Optimizers, schedule
 from nanorl.options import (
     DTYPES,
     MAX_SEED,
     at_least,
     at_most,
-    checking_options,
     choose,
     choose_device,
     command_line,
     describe_machine,
     describe_memory,
+    policy_shape,
     seed_generators,
 )
 from nanorl.plots import draw_curves
@@ -51,7 +51,7 @@ from nanorl.rollout import Rollout
 from nanorl.run import Run
 from nanorl.sampler import Sampler
 from nanorl.scorer import score
-from nanorl.sft import cached_warm_start
+from nanorl.sft import start_from_demonstrations
 from nanorl.tasks import PREFERENCE_TASKS
 
 THREADS = int(os.environ.get("OMP_NUM_THREADS", 1))
@@ -73,14 +73,14 @@ class Config:
     """Batches of rollouts. A resumed run may be given another number: the learning rate then follows that."""
     task: str = "reviews"
     """What to learn: a row of nanorl/tasks whose responses people compare."""
-    pairs: str = "5000"
+    pairs: str = "8000"
     """Pairs of responses to ask about, or a JSONL file: prompt, chosen, rejected and perhaps margin on each line."""
     labeller: str = "gold"
     """Whom to ask: a labeller of the task. The reviews have gold, who knows what is good, and length, who also loves
     long ones."""
     reward: str | None = None
     """rm:DIR, a reward model trained before (its folder, or that of its run), instead of a new one."""
-    reward_model_steps: int = 120
+    reward_model_steps: int = 200
     """Of the reward model, 64 pairs each."""
     prompts: int = 128
     """Responses a step, each to a prompt of its own."""
@@ -142,37 +142,20 @@ def main(config: Config) -> dict:
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
     torch.set_num_threads(THREADS)
     seed_generators(config.seed)
-    width, layers, heads = config.size
-    with checking_options():
-        context = task.max_prompt_tokens + max(max_new_tokens, task.max_new_tokens)
-        shape = GPTConfig(task.tokenizer.vocab_size, width=width, layers=layers, heads=heads, max_context=context)
+    shape = policy_shape(task, config.size, max_new_tokens)
     given = rewarding.from_option(config.reward, shape) if config.reward else None
-    file_pairs = None if config.pairs.isdecimal() else read_pairs(config.pairs, task.tokenizer, context)
+    file_pairs = None if config.pairs.isdecimal() else read_pairs(config.pairs, task.tokenizer, shape.max_context)
     policy = GPT(shape).to(device, dtype)
 
     with Run(config) as run:
         # 1 -------- the first policy
-        if not run.has_checkpoint:
-            with run.phase("warm_start"):
-                steps = task.warm_start_steps if config.warm_start_steps is None else config.warm_start_steps
-                cached_warm_start(
-                    policy,
-                    task,
-                    run.out.parent / "warm_starts",
-                    steps=steps,
-                    seed=config.seed,
-                    report=run.reporter("warm start", steps),
-                )
+        start_from_demonstrations(run, policy, task, config.warm_start_steps)
 
         # 2, 3 ----- what people prefer, and a model of it
         def learn_reward() -> RewardModel:
-            def ask(problems, key):
-                how = {"labeller": config.labeller, "max_new_tokens": max_new_tokens}
-                return collect_pairs(policy, task, problems, key=f"{key} {config.seed}", **how)
-
-            wanted = int(config.pairs) if file_pairs is None else 0
-            pairs, dropped = file_pairs or ask(task.training_problems(wanted, f"pairs {config.seed}"), "pairs")
-            fresh, _ = ask(task.held_out_problems(FRESH_PAIRS), "fresh")
+            asking = {"seed": config.seed, "labeller": config.labeller, "max_new_tokens": max_new_tokens}
+            pairs, dropped = file_pairs or collect_pairs(policy, task, int(config.pairs), **asking)
+            fresh, _ = collect_pairs(policy, task, FRESH_PAIRS, **asking, held_out=True)
             run.say(f"{len(pairs)} pairs; dropped: {describe_dropped(dropped)}")
             model = RewardModel.from_policy(policy)
             report = run.reporter("reward model", config.reward_model_steps)

@@ -17,6 +17,8 @@ import torch
 import tyro
 
 from nanorl.errors import Interrupted, RunError
+from nanorl.model import GPTConfig
+from nanorl.tasks.task import Task
 
 RUNS = Path("runs")  # where folders without a name of their own go
 # Options a resumed run may give anew.
@@ -56,8 +58,9 @@ def parse(config_class: type[Config], description: str | None, argv: list[str]) 
         saved = json.loads((out / "config.json").read_text())["options"]
     except (ValueError, KeyError, TypeError):
         raise RunError(f"{out / 'config.json'} is damaged: it holds the options the run was started with") from None
-    known = {field.name for field in dataclasses.fields(config_class)}
-    started = config_class(**{k: v for k, v in saved.items() if k in known} | {"out": str(out), "resume": True})
+    known = {field.name: field.default for field in dataclasses.fields(config_class)}
+    saved = {k: tuple(v) if isinstance(known[k], tuple) else v for k, v in saved.items() if k in known}
+    started = config_class(**saved | {"out": str(out), "resume": True})
     config = tyro.cli(config_class, args=argv, description=description, default=started)
     changed = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(started, f.name)]
     fixed = [name for name in changed if name not in CHANGEABLE]
@@ -119,6 +122,19 @@ def choose_device(name: str) -> torch.device:
             f"--device {name} cannot be used here ({str(error).splitlines()[0]}): try --device cpu"
         ) from None
     return device
+
+
+def policy_shape(task: Task, size: tuple[int, int, int], max_new_tokens: int) -> GPTConfig:
+    """Of a policy of this width, layers and heads that can read the task's prompts and write that much behind them."""
+    width, layers, heads = size
+    with checking_options():
+        return GPTConfig(
+            vocab_size=task.tokenizer.vocab_size,
+            width=width,
+            layers=layers,
+            heads=heads,
+            max_context=task.max_prompt_tokens + max(max_new_tokens, task.max_new_tokens),
+        )
 
 
 def describe_machine(model: torch.nn.Module) -> str:

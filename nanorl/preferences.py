@@ -18,7 +18,7 @@ from nanorl.errors import RunError
 from nanorl.model import GPT
 from nanorl.rollout import Rollout
 from nanorl.sampler import Sampler
-from nanorl.tasks.task import Problem, Task
+from nanorl.tasks.task import PreferenceTask
 from nanorl.tokenizer import Tokenizer
 
 
@@ -67,11 +67,12 @@ def usable(pairs: Sequence[Pair], max_context: int) -> tuple[list[Pair], dict[st
 
 
 def collect_pairs(
-    policy: GPT, task: Task, problems: Sequence[Problem], *, key: str, labeller: str, max_new_tokens: int
+    policy: GPT, task: PreferenceTask, n: int, *, seed: int, labeller: str, max_new_tokens: int, held_out: bool = False
 ) -> tuple[list[Pair], dict[str, int]]:
-    """Two responses of `policy` to each problem, and which one the task's labeller likes better; a function of its
-    arguments. Returns the pairs, the sampled ids as they are, and how many were dropped, by reason."""
-    tokenizer = task.tokenizer
+    """Two responses of `policy` to each of n problems, and which one the task's labeller likes better; a function of
+    the arguments. Returns the pairs, the sampled ids as they are, and how many were dropped, by reason."""
+    tokenizer, key = task.tokenizer, f"{'held-out ' if held_out else ''}pairs {seed}"
+    problems = task.held_out_problems(n) if held_out else task.training_problems(n, key)
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")  # other samples than training's
     rollout = Sampler(policy).generate(
         [tokenizer.encode_prompt(problem.prompt) for problem in problems],

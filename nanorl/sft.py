@@ -23,6 +23,7 @@ from nanorl.losses.aggregate import token_count, token_mean
 from nanorl.model import GPT
 from nanorl.optimizers import Optimizers, schedule
 from nanorl.rollout import Rollout
+from nanorl.run import Run
 from nanorl.scorer import score
 from nanorl.tasks.task import Task
 
@@ -111,3 +112,15 @@ def cached_warm_start(
     except OSError as error:
         warnings.warn(f"the warm start could not be kept for the next run ({error})", stacklevel=2)
     return False
+
+
+def start_from_demonstrations(run: Run, policy: GPT, task: Task, steps: int | None) -> None:
+    """The warm start of a training script's policy: taken from beside the run if it was done before, left out if there
+    is a checkpoint to continue from. `steps` None: the task's."""
+    steps = task.warm_start_steps if steps is None else steps
+    if not run.has_checkpoint:
+        with run.phase("warm_start"):
+            folder = run.out.parent / "warm_starts"
+            report = run.reporter("warm start", steps)
+            found = cached_warm_start(policy, task, folder, steps=steps, seed=run.config.seed, report=report)
+            run.results["warm_start_cached"] = found

@@ -115,9 +115,13 @@ def number(value: float) -> float | None:
     return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
-def write_run(out: Path, policy: GPT, task: Task, problems: Sequence[Problem], result: str, **how) -> Path:
+def write_run(
+    out: Path, policy: GPT, task: Task, problems: Sequence[Problem], eval_before: dict, eval_after: dict, **how
+) -> Path:
     """samples.html of a finished run: its first checkpoint against `policy`, on the first PROBLEMS problems. `how` goes
     to `collect`. Returns the file's path."""
+    good = "accuracy" if "accuracy" in eval_after else "gold"
+    result = f"{good} {eval_before[good]:.3f} → {eval_after[good]:.3f} on {len(problems)} held-out problems"
     before = checkpoint.load_model(out / "checkpoint" / checkpoint.FIRST).to(policy.head.device)
     path = out / "samples.html"
     write(path, collect(before, policy, task, problems[:PROBLEMS], **how), title=out.resolve().name, result=result)

@@ -18,7 +18,7 @@ from nanorl.losses.aggregate import token_mean
 def my_loss(logprobs, old_logprobs, advantages, mask, *, scale=1.0, denominator=None):
     return token_mean(-scale * advantages[:, None] * logprobs, mask, denominator), {}
 """
-TINY = ["--width", "16", "--layers", "1", "--heads", "2", "--warm-start-steps", "2", "--eval-problems", "8"]
+TINY = ["--size", "16", "1", "2", "--warm-start-steps", "2", "--eval-problems", "8"]
 TINY += ["--prompts", "2", "--group-size", "4", "--device", "cpu"]
 
 
@@ -112,14 +112,14 @@ def test_the_meaning_of_code_leaves_out_comments_docstrings_and_layout():
 
 
 def test_every_seed_of_every_variant_is_a_run_and_the_variants_of_a_seed_share_a_folder_of_warm_starts(pretend):
-    main(Config(["grpo", "grpo --epochs 4"], seeds=3, processes=2), ["--width", "16"])
+    main(Config(["grpo", "grpo --epochs 4"], seeds=3, processes=2), ["--prompts", "16"])
     ((jobs, at_once),) = pretend
     assert at_once == 2
     assert [str(job) for job in jobs] == [
         f"{label}, seed {s}" for label in ("grpo", "grpo --epochs 4") for s in range(3)
     ]
     assert len({job.out for job in jobs}) == 6 and {job.out.parent for job in jobs} == {Path("runs/compare")}
-    assert all(job.arguments[:4] == ("--eval-every", "10", "--width", "16") for job in jobs)
+    assert all(job.arguments[:4] == ("--eval-every", "10", "--prompts", "16") for job in jobs)
 
 
 def test_the_same_command_finds_the_same_folders(pretend, monkeypatch):
@@ -186,10 +186,10 @@ def test_interrupted_it_says_how_to_go_on(monkeypatch):
 
 def test_numbers_tables_and_picture_say_the_same(pretend, capsys, monkeypatch):
     monkeypatch.setattr(compare, "draw", DRAW)
-    result = main(Config(["grpo", "grpo --epochs 4"], seeds=2, target=0.5, out="here"), ["--width", "16"])
+    result = main(Config(["grpo", "grpo --epochs 4"], seeds=2, target=0.5, out="here"), ["--prompts", "16"])
     written = json.loads(Path("here/compare.json").read_text())
     assert json.loads(json.dumps(result)) == written["variants"]
-    command = "python -m nanorl.compare grpo 'grpo --epochs 4' --seeds 2 --target 0.5 --out here -- --width 16"
+    command = "python -m nanorl.compare grpo 'grpo --epochs 4' --seeds 2 --target 0.5 --out here -- --prompts 16"
     assert written["command"] == command and written["seeds"] == [0, 1]
     first, second = written["variants"]
     assert (first["label"], second["label"]) == ("grpo", "grpo --epochs 4")

@@ -17,9 +17,7 @@ from nanorl.tasks.chain import ChainArithmetic
 
 ROW = ALGORITHMS["grpo"]
 TINY = {
-    "width": 16,
-    "layers": 1,
-    "heads": 2,
+    "size": (16, 1, 2),
     "warm_start_steps": 2,
     "eval_problems": 8,
     "prompts": 2,

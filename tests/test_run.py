@@ -35,9 +35,7 @@ from nanorl.run import Run, plain, write_atomically
 from nanorl.tasks.chain import ChainArithmetic
 
 TINY = {
-    "width": 16,
-    "layers": 1,
-    "heads": 2,
+    "size": (16, 1, 2),
     "warm_start_steps": 2,
     "eval_problems": 8,
     "prompts": 2,
@@ -54,7 +52,10 @@ def text_reward(task, problem, response: str) -> float:
 
 def options(**chosen) -> list[str]:
     given = TINY | {"steps": STEPS, "save_every": SAVE_EVERY, "eval_every": 4} | chosen
-    return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return " ".join(
+        f"--{name.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+        for name, value in given.items()
+    ).split()
 
 
 # ---- processes
@@ -242,7 +243,7 @@ def test_the_undisturbed_run_trains_and_draws_from_every_generator(undisturbed):
     assert all(line["grad_norm"] > 0 for line in end["metrics"])
     assert len({line["learning_rate"] for line in end["metrics"]}) > 2
     assert list(end["sampled"]) == list(range(0, 4 * STEPS, 4))
-    parts = end["training"]["optimizers"]["parts"]
+    parts = end["training"]["optimizers"][0]["parts"]
     moments = [value for part in parts for state in part["state"].values() for value in state]
     assert {"momentum", "exp_avg", "exp_avg_sq"} <= set(moments)
     assert end["checkpoint"] == f"step_{STEPS:06d}"
@@ -399,7 +400,7 @@ def test_a_resumed_run_may_take_more_steps_and_remembers_it(a_run, own_reward):
     assert checkpoint.latest(a_run / "checkpoint").name == "step_000006"
     # Stopped again, the command that the message names has no --steps.
     assert parse(train_grpo.Config, None, ["--out", str(a_run), "--resume"]).steps == 6
-    assert parse(train_grpo.Config, None, ["--out", str(a_run), "--resume"]).width == TINY["width"]
+    assert parse(train_grpo.Config, None, ["--out", str(a_run), "--resume"]).size == TINY["size"]
 
 
 def test_a_resumed_run_cannot_have_fewer_steps_than_it_has_taken(a_run):
@@ -482,15 +483,15 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
         ("--clip-low 1.5", "--clip-low must be at most 1, not 1.5"),
         ("--clip-high inf", "--clip-high must be at least 0, not inf"),
         ("--clip-high=-inf", "--clip-high must be at least 0, not -inf"),
-        ("--width 0", "--width must be at least 1"),
-        ("--layers -1", "--layers must be at least 1"),
-        ("--heads 0", "--heads must be at least 1"),
+        ("--size 0 2 4", "width must be at least 1"),
+        ("--size 96 -1 4", "layers must be at least 1"),
+        ("--size 96 2 0", "heads must be at least 1"),
         ("--warm-start-steps -1", "--warm-start-steps must be at least 0"),
         ("--eval-every 0", "--eval-every must be at least 1"),
         ("--eval-problems 0", "--eval-problems must be at least 1"),
         ("--save-every 0", "--save-every must be at least 1"),
-        ("--width 50 --heads 4", "width 50 is not a multiple of 4 heads"),
-        ("--width 12 --heads 4", "head_width must be even for rotary positions, not 3"),
+        ("--size 50 2 4", "width 50 is not a multiple of 4 heads"),
+        ("--size 12 2 4", "head_width must be even for rotary positions, not 3"),
         ("--resume", "nothing to resume"),
         ("--resume --out nowhere", "nothing to resume: nowhere holds no run"),
     ],

@@ -152,7 +152,7 @@ def test_what_is_no_batch_is_an_error(text, tmp_path):
 def run(tmp_path_factory):
     """A tiny run with a checkpoint after each update, and a reward that differs within most groups."""
     out = tmp_path_factory.mktemp("runs") / "run"
-    tiny = {"width": 16, "layers": 1, "heads": 2, "prompts": 4, "group_size": 6, "steps": 2, "eval_problems": 2}
+    tiny = {"size": (16, 1, 2), "prompts": 4, "group_size": 6, "steps": 2, "eval_problems": 2}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ChainArithmetic, "reward", lambda self, problem, text: zlib.crc32(text.encode()) % 2)
         patched.setattr(train_grpo, "draw_curves", lambda out: None)

@@ -28,9 +28,7 @@ from nanorl.sampler import Sampler
 from nanorl.tasks.chain import ChainArithmetic
 
 TINY = {
-    "width": 16,
-    "layers": 1,
-    "heads": 2,
+    "size": (16, 1, 2),
     "warm_start_steps": 2,
     "eval_problems": 8,
     "prompts": 2,
@@ -79,7 +77,7 @@ def weights(out: Path, step: int | None = None, model: str = "policy") -> dict[s
 
 def optimizer_state(out: Path, step: int) -> list[dict]:
     path = out / "checkpoint" / f"step_{step:06d}" / "training.pt"
-    return [part["state"] for part in torch.load(path, weights_only=True)["optimizers"]["parts"]]
+    return [part["state"] for part in torch.load(path, weights_only=True)["optimizers"][0]["parts"]]
 
 
 def equal(a, b) -> bool:
@@ -135,7 +133,7 @@ def test_a_run_leaves_the_files_of_the_contract(finished):
         "samples.html",
     }
     config = json.loads((out / "config.json").read_text())
-    assert {name: config["options"][name] for name in TINY} == TINY | {"steps": 4}
+    assert {name: config["options"][name] for name in TINY} == TINY | {"steps": 4, "size": list(TINY["size"])}
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     saved = checkpoint.latest(out / "checkpoint")
     models = {f"{name}.{end}" for name in ("policy", "reference") for end in ("safetensors", "json")}
@@ -759,7 +757,7 @@ def test_a_bfloat16_run_resumes_bit_by_bit_with_its_float32_masters(train):
     resume(cut)
     assert equal(weights(cut), weights(whole))
     saved = [torch.load(checkpoint.latest(o / "checkpoint") / "training.pt", weights_only=True) for o in (whole, cut)]
-    masters, again = (state["optimizers"]["masters"] for state in saved)
+    masters, again = (state["optimizers"][0]["masters"] for state in saved)
     assert masters and equal(masters, again) and {m.dtype for m in masters} == {torch.float32}
 
 

@@ -28,9 +28,7 @@ TINY = {
     "warm_start_steps": 3,
     "prompts": 2,
     "group_size": 4,
-    "width": 16,
-    "layers": 1,
-    "heads": 2,
+    "size": (16, 1, 2),
 }
 HOSTILE = [
     "</script><script>alert(1)</script>",

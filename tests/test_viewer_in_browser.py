@@ -53,7 +53,7 @@ def run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TASKS["chain"], "reward", easy_reward)
         patch.setattr(train_grpo, "draw_curves", lambda out: None)
-        small = {"width": 16, "layers": 1, "heads": 2, "prompts": 4, "learning_rate": 0.03}
+        small = {"size": (16, 1, 2), "prompts": 4, "learning_rate": 0.03}
         train_grpo.main(train_grpo.Config(out=str(out), steps=8, warm_start_steps=20, eval_problems=20, **small))
         yield out
 

@@ -28,9 +28,8 @@ from nanorl.sampler import Sampler
 from nanorl.tasks.chain import ChainArithmetic
 from nanorl.tasks.task import Problem
 from nanorl.tokenizer import Tokenizer
-from train_grpo import Config
 
-STEPS = Config().warm_start_steps
+STEPS = ChainArithmetic.warm_start_steps
 TASK = ChainArithmetic()
 EXAMINED, SAMPLES = 512, 4  # held-out problems, responses to each
 

@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # train_grpo.py, a
 import train_grpo
 from nanorl import checkpoint
 from nanorl.evaluation import EVAL_SEED
-from nanorl.model import GPT, GPTConfig
+from nanorl.model import GPT
+from nanorl.options import policy_shape
 from nanorl.plots import GREEDY, SAMPLED, evaluations, read_metrics, save
 from nanorl.sampler import Sampler
 from nanorl.sft import cached_warm_start
@@ -65,15 +66,7 @@ def accuracy_by_start(out: Path, seed: int) -> dict[str, dict[str, float]]:
     config = train_grpo.Config(seed=seed)
     task = TASKS[config.task]()
     torch.manual_seed(seed)
-    policy = GPT(
-        GPTConfig(
-            vocab_size=task.tokenizer.vocab_size,
-            width=config.width,
-            layers=config.layers,
-            heads=config.heads,
-            max_context=task.max_prompt_tokens + task.max_new_tokens,
-        )
-    )
+    policy = GPT(policy_shape(task, config.size, task.max_new_tokens))
     problems = task.held_out_problems(config.eval_problems)
 
     def accuracies() -> dict[str, float]:
@@ -89,7 +82,7 @@ def accuracy_by_start(out: Path, seed: int) -> dict[str, dict[str, float]]:
         return found
 
     with torch.enable_grad():  # the warm start is the run's own unless the code has changed since
-        cached_warm_start(policy, task, RUNS / "warm_starts", steps=config.warm_start_steps, seed=seed)
+        cached_warm_start(policy, task, RUNS / "warm_starts", steps=task.warm_start_steps, seed=seed)
     result = {"before": accuracies()}
     policy.load_state_dict(load_file(checkpoint.latest(out / "checkpoint") / "policy.safetensors"))
     result["after"] = accuracies()

@@ -60,6 +60,7 @@ def draw(n: int, rng: random.Random, *, held_out: bool) -> list[Problem]:
 class ChainArithmetic:
     tokenizer = Tokenizer.characters("0123456789+-*=<>")
     max_prompt_tokens = 2 * NUMBERS
+    warm_start_steps = 300
     max_new_tokens = 4 * NUMBERS + 4  # "<3", four a step, ">4", the stop token; a few to spare
 
     def training_problems(self, n: int, key: str) -> list[Problem]:

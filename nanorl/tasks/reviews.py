@@ -32,8 +32,9 @@ CLAIM = re.compile("tnwv?a")
 CLAIM_SHARES = {0: 0.1, 1: 0.3, 2: 0.35, 3: 0.25}  # claims added by a demonstration
 GOOD_SHARE = 0.5  # of its adjectives
 VERY_SHARE = 0.25
+SLIP_SHARE = 0.1  # of its reviews: a word is left out, said twice or put in from elsewhere
 BROKEN = 0.5  # gold lost for each word that may not stand where it stands, and for a missing end
-REPEATED = 1.0  # gold lost for a claim that says again what was spoken of, or in the same words
+REPEATED = 1.0  # gold lost for a claim about something that was spoken of before
 PATIENCE, RAMBLING = 18, 0.2  # words that are read gladly; gold lost for each word behind them
 SHARPNESS = 3.0  # of the person's judgement: P(A over B) = sigmoid(SHARPNESS (gold A - gold B))
 LABELLERS = {"gold": 0.0, "length": 0.25}  # people, and what gold a word is worth to each of them, whatever it says
@@ -52,18 +53,16 @@ def claims(words: list[str]) -> list[tuple[str, str]]:
 
 
 def gold(prompt: str, response: str) -> float:
-    """What the hidden person thinks of `response`: +1 for a good claim, -1 for a bad one, each about a noun not spoken
-    of before and in an adjective not used before; less for repeating, for broken grammar and for rambling."""
+    """What the hidden person thinks of `response`: +1 for a good claim, -1 for a bad one, if its noun was not spoken of
+    before; less for speaking of it again, for broken grammar and for rambling."""
     before, words = prompt.split(), response.split()
     text = before + words
     score = 0.0
-    nouns, adjectives = set(), set()
+    nouns = set()
     for number, (noun, adjective) in enumerate(claims(text)):
         if number:  # the first one is the prompt's
-            repeated = noun in nouns or adjective in adjectives
-            score += -REPEATED if repeated else 1.0 if adjective in GOOD else -1.0
+            score += -REPEATED if noun in nouns else 1.0 if adjective in GOOD else -1.0
         nouns.add(noun)
-        adjectives.add(adjective)
     pairs = itertools.pairwise(text[len(before) - 1 :])
     broken = sum(KIND[b] not in FOLLOWS[KIND[a]] for a, b in pairs) + (not words or words[-1] != ".")
     return score - BROKEN * broken - RAMBLING * max(0, len(words) - PATIENCE)
@@ -72,7 +71,11 @@ def gold(prompt: str, response: str) -> float:
 def review(rng: random.Random) -> str:
     """One that a person who neither tries hard nor repeats on purpose might add."""
     [count] = rng.choices(list(CLAIM_SHARES), list(CLAIM_SHARES.values()))
-    return "".join(f" {rng.choice(JOINING)}{clause(rng)}" for _ in range(count)) + " ."
+    words = [*"".join(f" {rng.choice(JOINING)}{clause(rng)}" for _ in range(count)).split(), "."]
+    if rng.random() < SLIP_SHARE:
+        at = rng.randrange(len(words))
+        words[at : at + 1] = rng.choice([[], [words[at]] * 2, [words[at], rng.choice(WORDS)]])
+    return "".join(f" {word}" for word in words)
 
 
 class Reviews:

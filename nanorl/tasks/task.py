@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,12 +12,13 @@ from nanorl.tokenizer import Tokenizer
 @dataclass(frozen=True)
 class Problem:
     prompt: str
-    answer: str
+    answer: str  # the right one, or where there is no such thing the one of a demonstration
 
 
 class Task(Protocol):
     tokenizer: Tokenizer
     max_prompt_tokens: int
+    warm_start_steps: int  # on demonstrations, before RL
     max_new_tokens: int  # enough for the longest sensible response and its stop token
 
     def training_problems(self, n: int, key: str) -> list[Problem]:
@@ -34,3 +36,14 @@ class Task(Protocol):
 
     def describe(self, problem: Problem, response: str) -> dict[str, float]:
         """Properties of a response worth a curve, by name; their means are logged."""
+
+
+class PreferenceTask(Task, Protocol):
+    """Where no answer is right, but people like one better than another. `reward` is then a hidden score, to look at
+    and never to train on."""
+
+    labellers: Mapping[str, object]  # people who can be asked, by name
+
+    def prefers(self, problem: Problem, a: str, b: str, key: str, labeller: str) -> bool | None:
+        """Whether the labeller says that response `a` is better than `b`; None if they cannot tell. A function of the
+        arguments alone."""
