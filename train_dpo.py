@@ -18,6 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from nanorl import viewer
 from nanorl.batch_metrics import Means
 from nanorl.evaluation import describe_evaluation, evaluate_preferred
 from nanorl.losses import dpo_loss, ipo_loss
@@ -47,6 +48,7 @@ from nanorl.sft import start_from_demonstrations
 from nanorl.tasks import PREFERENCE_TASKS
 
 THREADS = int(os.environ.get("OMP_NUM_THREADS", 1))
+SHOWN_SAMPLES = 4  # to a prompt, in samples.html
 WARMUP = 0.1  # the share of the steps in which the learning rate rises: large early steps overshoot, and KL explodes
 HELD_OUT_PAIRS = 1000  # asked for: about prompts never trained on
 SCORED_AT_ONCE = 256  # pairs, where no gradient is needed
@@ -212,8 +214,11 @@ def main(config: Config) -> dict:
             eval_after = examine()
         summary = run.finish(eval_after=eval_after)
         draw_curves(run.out)
-        run.say(describe_evaluation(summary["eval_before"], eval_after))
-        run.say(f"curves, weights: {run.out}")
+        before = summary["eval_before"]
+        how = {"max_new_tokens": max_new_tokens, "samples": SHOWN_SAMPLES}
+        page = viewer.write_run(run.out, policy, task, held_out, before, eval_after, **how)
+        run.say(describe_evaluation(before, eval_after))
+        run.say(f"curves, samples, weights: {run.out}\nwhat changed, token by token: {page}")
     return summary
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from nanorl import reward_model as rewarding
+from nanorl import viewer
 from nanorl.advantages import gae, place_rewards, whiten
 from nanorl.batch_metrics import Means, explained_variance, token_metrics
 from nanorl.evaluation import describe_evaluation, evaluate_preferred, grade, sample_lines
@@ -55,6 +56,7 @@ from nanorl.sft import start_from_demonstrations
 from nanorl.tasks import PREFERENCE_TASKS
 
 THREADS = int(os.environ.get("OMP_NUM_THREADS", 1))
+SHOWN_SAMPLES = 4  # to a prompt, in samples.html
 DECAY = 0.5  # the share of the steps in which the learning rate falls to zero
 FRESH_PAIRS = 1000  # asked for, to examine the reward model: never trained on, about prompts never trained on
 
@@ -80,7 +82,7 @@ class Config:
     long ones."""
     reward: str | None = None
     """rm:DIR, a reward model trained before (its folder, or that of its run), instead of a new one."""
-    reward_model_steps: int = 200
+    reward_model_steps: int = 250
     """Of the reward model, 64 pairs each."""
     prompts: int = 128
     """Responses a step, each to a prompt of its own."""
@@ -90,7 +92,7 @@ class Config:
     """Updates in each of these."""
     micro_batch: int | None = None
     """Responses scored at a time; it changes memory, not the result. Default: a mini-batch."""
-    beta: float = 0.1
+    beta: float = 0.05
     """Weight of KL(policy || reference), in units of reward a nat."""
     kl_in: str = "reward"
     """Where the KL is paid for: `reward` takes beta (log pi - log pi_ref) from the reward of each token, as InstructGPT
@@ -302,8 +304,11 @@ def main(config: Config) -> dict:
         watch(run, config.steps, eval_after)
         summary = run.finish(eval_after=eval_after)
         draw_curves(run.out)
-        run.say(describe_evaluation(summary["eval_before"], eval_after))
-        run.say(f"curves, samples, weights: {run.out}")
+        before = summary["eval_before"]
+        how = {"max_new_tokens": max_new_tokens, "samples": SHOWN_SAMPLES}
+        page = viewer.write_run(run.out, policy, task, held_out, before, eval_after, **how)
+        run.say(describe_evaluation(before, eval_after))
+        run.say(f"curves, samples, weights: {run.out}\nwhat changed, token by token: {page}")
     return summary
 
 

@@ -368,7 +368,7 @@ def gradients_of_each_step(train, monkeypatch, **chosen) -> list[list[torch.Tens
         kept.append([weight.grad.clone() for weight in self.weights])
 
     with monkeypatch.context() as patched:
-        patched.setattr(train_grpo, "cached_warm_start", lambda *_, **__: False)
+        patched.setattr(train_grpo, "start_from_demonstrations", lambda *_: None)
         patched.setattr(Optimizers, "step", keep)
         train(dtype="float64", learning_rate=0, eval_every=100, **chosen)
     return kept
