@@ -381,14 +381,14 @@ def test_trap_h1_only_response_positions_reach_the_head(monkeypatch):
         rows_of_calls.append(len(hidden))
         return linear_logprob(hidden, *arguments, **options)
 
-    parts = kernels.linear.log_softmax_parts
+    product = kernels.linear.product
 
     def spy_on_products(hidden, *arguments):
         rows_of_products.append(len(hidden))
-        return parts(hidden, *arguments)
+        return product(hidden, *arguments)
 
     monkeypatch.setattr(nanorl.scorer, "linear_logprob", spy)
-    monkeypatch.setattr(kernels.linear, "log_softmax_parts", spy_on_products)
+    monkeypatch.setattr(kernels.linear, "product", spy_on_products)
     rollout = rollout_of([[1] * 30, [2] * 7, [3] * 20], [4, 9, 1])
     rollout.mask[1, 3:5] = False  # tokens an environment inserted
     nanorl.scorer.score(tiny_model(), rollout)
