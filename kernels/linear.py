@@ -29,86 +29,52 @@ def linear_logprob(
     temperature: float = 1.0,
     softcap: float | None = None,
     ignore_index: int = -100,
+    reference: tuple[Tensor, Tensor] | None = None,
     chunk: int | None = None,
     keep_logits_bytes: int = KEEP_LOGITS_BYTES,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """log softmax(logits) at `targets`, and the entropy of that distribution.
 
-    The logits are hidden @ weight.T, with `softcap` c * tanh(those / c), divided by the temperature.
+    The logits are hidden @ weight.T, with a `softcap` c bounded to c * tanh(logits / c), divided by the temperature.
     hidden (N, D), weight (V, D), targets (N,) integers -> log-probs (N,), entropies (N,) in nats; float32, or float64
     for float64 inputs. Both carry a gradient to hidden and weight (first derivatives only). Rows whose target is
     `ignore_index` are dropped before the matrix product, so NaNs in them do no harm: log-prob, entropy and gradient
-    are 0. `chunk` tokens at a time (512 on a CPU, 2048 on a GPU), of which as many keep their logits for the backward
-    pass as `keep_logits_bytes` allows. Raises ValueError on wrong shapes, on a temperature or softcap that is not
-    positive and on a target outside [0, V).
+    are 0. With `reference`, hidden states (N, D') and head (V, D') that take no gradient, a third result is
+    KL(policy || reference) (N,), exact over the vocabulary. `chunk` tokens at a time (512 on a CPU, 2048 on a GPU); as
+    many of their logits as fit `keep_logits_bytes` are kept for the backward pass. Raises ValueError on wrong shapes,
+    on a temperature or softcap that is not positive and on a target outside [0, V).
     """
-    return score_rows(
-        hidden, weight, None, None, targets, temperature, softcap, ignore_index, chunk, keep_logits_bytes
-    )[:2]
-
-
-def linear_logprob_kl(
-    hidden: Tensor,
-    weight: Tensor,
-    ref_hidden: Tensor,
-    ref_weight: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    ignore_index: int = -100,
-    chunk: int | None = None,
-    keep_logits_bytes: int = KEEP_LOGITS_BYTES,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`linear_logprob`, and in the same pass KL(policy || reference) over the whole vocabulary: each (N,), in nats.
-
-    The reference has hidden states (N, D') and a head (V, D') of its own, the same temperature and softcap, and takes
-    no gradient.
-    """
-    return score_rows(
-        hidden, weight, ref_hidden, ref_weight, targets, temperature, softcap, ignore_index, chunk, keep_logits_bytes
-    )
+    kept, kept_targets = scored_rows(hidden, weight, targets, ignore_index, temperature, softcap)
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk must be at least 1 token, not {chunk}")
+    inputs = [hidden[kept], weight]
+    if reference is not None:
+        scored_rows(*reference, targets, ignore_index)
+        if len(reference[1]) != len(weight):
+            raise ValueError(f"policy and reference have {len(weight)} and {len(reference[1])} words, not the same")
+        inputs += [reference[0].detach()[kept], reference[1].detach()]
+    dtype = product_dtype(*inputs)
+    inputs = [x.to(dtype) for x in inputs] + [None] * (4 - len(inputs))
+    chunk = chunk or (GPU_CHUNK_TOKENS if hidden.is_cuda else CHUNK_TOKENS)
+    keep = keep_logits_bytes if torch.is_grad_enabled() else 0
+    values = LinearRows.apply(*inputs, kept_targets, float(temperature), softcap, chunk, keep)
+    return in_place(values, kept, len(targets))
 
 
 def linear_kl(
     hidden: Tensor, weight: Tensor, ref_hidden: Tensor, ref_weight: Tensor, targets: Tensor | None = None, **options
 ) -> Tensor:
-    """KL(policy || reference) (N,) alone, with the options of `linear_logprob_kl`; it is 0 where `targets`, if given,
-    are `ignore_index`."""
+    """KL(policy || reference) (N,) of `linear_logprob`, with its options; targets only say which rows to leave out."""
     if targets is None:
-        options.pop("ignore_index", None)
         targets = torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)
-    return linear_logprob_kl(hidden, weight, ref_hidden, ref_weight, targets, **options)[2]
+        options = options | {"ignore_index": -100}
+    return linear_logprob(hidden, weight, targets, reference=(ref_hidden, ref_weight), **options)[2]
 
 
-def score_rows(
-    hidden, weight, ref_hidden, ref_weight, targets, temperature, softcap, ignore_index, chunk, keep_logits_bytes
-) -> tuple[Tensor, ...]:
-    """Log-prob, entropy and, with a reference, KL of the rows that have a target."""
-    check(hidden, weight, targets, temperature, softcap, chunk)
-    kept = (targets != ignore_index).nonzero().squeeze(1)
-    kept_targets = targets[kept].long()
-    if len(kept) and not (0 <= kept_targets.min() and kept_targets.max() < len(weight)):
-        low, high = kept_targets.min().item(), kept_targets.max().item()
-        raise ValueError(f"targets must lie in [0, {len(weight)}) or be {ignore_index}; got {low} to {high}")
-    of_ref = ()
-    if ref_hidden is not None:
-        check(ref_hidden, ref_weight, targets, temperature, softcap, chunk)
-        if len(ref_weight) != len(weight):
-            raise ValueError(f"policy and reference have {len(weight)} and {len(ref_weight)} words, not the same")
-        of_ref = ref_hidden.detach()[kept], ref_weight.detach()
-    dtype = product_dtype(hidden, weight, *of_ref)
-    of_ref = [x.to(dtype) for x in of_ref] or (None, None)
-    chunk = chunk or (GPU_CHUNK_TOKENS if hidden.is_cuda else CHUNK_TOKENS)
-    keep = keep_logits_bytes if torch.is_grad_enabled() else 0
-    values = LinearRows.apply(
-        hidden[kept].to(dtype), weight.to(dtype), *of_ref, kept_targets, float(temperature), softcap, chunk, keep
-    )
-    zeros = values[0].new_zeros(len(hidden))
-    return tuple(zeros.index_copy(0, kept, value) for value in values)
-
-
-def check(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, softcap, chunk) -> None:
+def scored_rows(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, temperature=1.0, softcap=None
+) -> tuple[Tensor, Tensor]:
+    """Numbers and targets of the rows that have one; ValueError for what cannot be right."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"expected hidden (N, D) and weight (V, D), got {tuple(hidden.shape)} and {tuple(weight.shape)}"
@@ -119,8 +85,18 @@ def check(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, s
         raise ValueError(f"temperature must be positive, not {temperature}")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be positive, or None for no cap, not {softcap}")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk must be at least 1 token, not {chunk}")
+    kept = (targets != ignore_index).nonzero().squeeze(1)
+    kept_targets = targets[kept].long()
+    if len(kept) and not (0 <= kept_targets.min() and kept_targets.max() < len(weight)):
+        low, high = kept_targets.min().item(), kept_targets.max().item()
+        raise ValueError(f"targets must lie in [0, {len(weight)}) or be {ignore_index}; got {low} to {high}")
+    return kept, kept_targets
+
+
+def in_place(values: tuple[Tensor, ...], kept: Tensor, N: int) -> tuple[Tensor, ...]:
+    """(N,) each: the values of the kept rows where those were, 0 elsewhere."""
+    zeros = values[0].new_zeros(N)
+    return tuple(zeros.index_copy(0, kept, value) for value in values)
 
 
 def product_dtype(*inputs: Tensor) -> torch.dtype:

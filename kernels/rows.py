@@ -97,7 +97,7 @@ def rows_backward(
             )  # fmt: skip
         return out
     for part in cached(C, V):
-        logprob, entropy, maximum, log_sum, *of_ref = results[:, part, None]
+        _, entropy, maximum, log_sum, *of_ref = results[:, part, None]
         logprobs = (shaped(logits[part], temperature, softcap) - maximum).sub_(log_sum)
         probs = logprobs.exp()
         factor = 0.0  # (C, 1) or (C, V)
@@ -228,11 +228,12 @@ def rows_forward_kernel(
 
 
 @jit
-def upstream(gradients, row):
+def upstream(gradients, rows, mask):
+    """Gradients (rows, 1) to one of the values; 0 where no loss used it."""
     if gradients is None:
         return 0.0
     else:
-        return tl.load(gradients + row)
+        return tl.load(gradients + rows, mask=mask, other=0.0)[:, None]
 
 
 @jit
@@ -262,7 +263,8 @@ def rows_backward_kernel(
     out += row * out_stride
     target = tl.load(targets + row)
     entropy, m, log_sum = tl.load(results + C + row), tl.load(results + 2 * C + row), tl.load(results + 3 * C + row)
-    g_logprob, g_entropy = upstream(grad_logprob, row), upstream(grad_entropy, row)
+    one = row + tl.arange(0, 1)
+    g_logprob, g_entropy = upstream(grad_logprob, one, one < C), upstream(grad_entropy, one, one < C)
     if ref_logits is not None:
         ref_logits += row * ref_stride
         kl, g_kl = tl.load(results + 4 * C + row), tl.load(grad_kl + row)
