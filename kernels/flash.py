@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kernels.backend import INTERPRETED, jit, tl, use_triton
-from kernels.linear import add_product, in_place, linear_logprob, product_dtype, scored_rows
-from kernels.rows import add_block, gradient_to_logprobs, shape, through_shape, upstream
+from kernels.linear import add_product, at_rows, linear_logprob, product_dtype, scored_rows
+from kernels.rows import add_block, cap, gradient_to_logprobs, through_cap, upstream
 
 STRIPE = 4096  # words of one program of the forward pass
 SLAB = 1024  # words whose dlogits exist at one time: below 1 % of a vocabulary of 128,000
@@ -41,13 +41,13 @@ def flash_logprob(
     values = FlashLogprob.apply(
         hidden[kept].to(dtype).contiguous(), weight.to(dtype).contiguous(), kept_targets, float(temperature), softcap
     )
-    return in_place(values, kept, len(targets))
+    return at_rows(values, kept, len(targets))
 
 
-def merge(m: Tensor, s: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def merge(m: Tensor, s: Tensor, a: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """(stripes, N) each -> (N,) of the whole vocabulary. A stripe of nothing but -inf has m = -inf and s = a = 0."""
     whole = m.amax(0)
-    moved = (m - whole).masked_fill(m == -torch.inf, 0)
+    moved = (m - whole).masked_fill(m == -torch.inf, 0) / temperature
     share = moved.exp()
     return whole, (share * s).sum(0), (share * (a + s * moved)).sum(0)
 
@@ -66,9 +66,9 @@ class FlashLogprob(torch.autograd.Function):
             flash_forward_kernel[(-(-N // tokens) * stripes,)](
                 hidden, weight, targets, states, target, N, V, D, stripes, *ctx.shape, STRIPE=STRIPE, **options
             )
-        m, s, a = merge(m, s, a)
+        m, s, a = merge(m, s, a, temperature)
         log_sum = s.log()
-        results = torch.stack([target - m - log_sum, log_sum - a / s, m, log_sum])
+        results = torch.stack([(target - m) / temperature - log_sum, log_sum - a / s, m, log_sum])
         ctx.save_for_backward(hidden, weight, targets, results)
         return tuple(results[:2])
 
@@ -138,8 +138,8 @@ def flash_forward_kernel(
     for start in range(first, tl.minimum(first + STRIPE, V), WORDS):
         words = start + tl.arange(0, WORDS)
         x = raw_logits(hidden, weight, rows, words, N, V, D, TOKENS, WORDS, DEPTH, UPCAST)
-        x = tl.where((words < V)[None, :], shape(x, inverse_temperature, softcap), -float("inf"))
-        m, s, a, _, _, _ = add_block(x, m, s, a)
+        x = tl.where((words < V)[None, :], cap(x, softcap), -float("inf"))
+        m, s, a, _, _, _ = add_block(x, m, s, a, inverse_temperature)
         hit = words[None, :] == target  # in one tile of one stripe
         tl.store(target_logits + rows[:, None] + tl.zeros_like(words)[None, :], x, mask=hit)
     states += stripe.to(tl.int64) * N + rows
@@ -165,8 +165,8 @@ def flash_slab_kernel(
     m = tl.load(results + 2 * N + rows, mask=some, other=0.0)[:, None]
     log_sum = tl.load(results + 3 * N + rows, mask=some, other=0.0)[:, None]
     g_logprob, g_entropy = upstream(grad_logprob, rows, some), upstream(grad_entropy, rows, some)
-    logprobs = shape(x, inverse_temperature, softcap) - m - log_sum
+    logprobs = (cap(x, softcap) - m) * inverse_temperature - log_sum
     grad = gradient_to_logprobs(logprobs, words[None, :], target, entropy, g_logprob, g_entropy)
-    grad = through_shape(grad, x, inverse_temperature, softcap).to(slab.dtype.element_ty)
+    grad = through_cap(grad, x, inverse_temperature, softcap).to(slab.dtype.element_ty)
     place = slab + rows.to(tl.int64)[:, None] * slab_stride + columns[None, :]
     tl.store(place, grad, mask=some[:, None])  # the slab is whole also where the vocabulary ends within it

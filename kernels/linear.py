@@ -58,7 +58,7 @@ def linear_logprob(
     chunk = chunk or (GPU_CHUNK_TOKENS if hidden.is_cuda else CHUNK_TOKENS)
     keep = keep_logits_bytes if torch.is_grad_enabled() else 0
     values = LinearRows.apply(*inputs, kept_targets, float(temperature), softcap, chunk, keep)
-    return in_place(values, kept, len(targets))
+    return at_rows(values, kept, len(targets))
 
 
 def linear_kl(
@@ -93,7 +93,7 @@ def scored_rows(
     return kept, kept_targets
 
 
-def in_place(values: tuple[Tensor, ...], kept: Tensor, N: int) -> tuple[Tensor, ...]:
+def at_rows(values: tuple[Tensor, ...], kept: Tensor, N: int) -> tuple[Tensor, ...]:
     """(N,) each: the values of the kept rows where those were, 0 elsewhere."""
     zeros = values[0].new_zeros(N)
     return tuple(zeros.index_copy(0, kept, value) for value in values)

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 
-def shaped(logits: Tensor, temperature: float = 1.0, softcap: float | None = None) -> Tensor:
-    """What the softmax sees: softcap * tanh(logits / softcap), as in Gemma 2, then divided by the temperature."""
-    if softcap is not None:
-        logits = (logits / softcap).tanh() * softcap
-    return logits if temperature == 1 else logits / temperature
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """softcap * tanh(logits / softcap), as in Gemma 2; None for no cap."""
+    return logits if softcap is None else (logits / softcap).tanh() * softcap
 
 
 def logprob_entropy_kl(logits: Tensor, targets: Tensor, ref_logits: Tensor | None = None):
@@ -55,10 +53,10 @@ def linear_logprob(
 ):
     """kernels.linear_logprob_kl as a formula: log-prob, entropy and KL (None without a reference); each (N,)."""
     kept = targets != ignore_index
-    logits = shaped(hidden[kept] @ weight.T, temperature, softcap)
+    logits = capped(hidden[kept] @ weight.T, softcap) / temperature
     ref_logits = None
     if ref_hidden is not None:
-        ref_logits = shaped(ref_hidden[kept] @ ref_weight.T, temperature, softcap)
+        ref_logits = capped(ref_hidden[kept] @ ref_weight.T, softcap) / temperature
     values = logprob_entropy_kl(logits, targets[kept].long(), ref_logits)
     zeros = torch.zeros_like(targets, dtype=logits.dtype)
     return tuple(None if value is None else zeros.index_put((kept,), value) for value in values)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import jit, tl, use_triton
-from kernels.reference import shaped
+from kernels.reference import capped
 
 CACHE_LOGITS = 2**17  # torch works on this many at a time: half a megabyte stays in a core's cache
 BLOCK, WARPS = 4096, 8  # logits that a Triton program reads at a time, and the warps that share them
@@ -98,7 +98,7 @@ def rows_backward(
         return out
     for part in cached(C, V):
         _, entropy, maximum, log_sum, *of_ref = results[:, part, None]
-        logprobs = (shaped(logits[part], temperature, softcap) - maximum).sub_(log_sum)
+        logprobs = over(capped(logits[part], softcap) - maximum, temperature).sub_(log_sum)
         probs = logprobs.exp()
         factor = 0.0  # (C, 1) or (C, V)
         if grad_logprob is not None:
@@ -109,7 +109,7 @@ def rows_backward(
             factor = factor + grad_entropy[part, None] * (logprobs + entropy)
         if grad_kl is not None:
             kl, ref_maximum, ref_log_sum = of_ref
-            ref_logprobs = (shaped(ref_logits[part], temperature, softcap) - ref_maximum).sub_(ref_log_sum)
+            ref_logprobs = over(capped(ref_logits[part], softcap) - ref_maximum, temperature).sub_(ref_log_sum)
             gap = logprobs.sub_(ref_logprobs.masked_fill_(probs == 0, 0)).sub_(kl)
             factor = factor - grad_kl[part, None] * gap
         grad = probs.mul_(factor).neg_()
@@ -117,7 +117,7 @@ def rows_backward(
             grad.scatter_add_(1, targets[part, None], grad_logprob[part, None])
         if softcap is not None:
             grad *= 1 - (logits[part] / softcap).tanh() ** 2
-        out[part] = grad if temperature == 1 else grad.div_(temperature)
+        out[part] = over(grad, temperature)
     return out
 
 
@@ -128,11 +128,16 @@ def cached(C: int, V: int) -> list[slice]:
 
 
 def normalized(logits: Tensor, temperature: float, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """x - m (C, V), m (C, 1), log sum e^(x-m) (C, 1)."""
-    x = shaped(logits, temperature, softcap)
+    """x - m (C, V), log sum e^(x-m) (C, 1) and m (C, 1), which is that before the division by the temperature."""
+    x = capped(logits, softcap)
     maximum = x.amax(-1, keepdim=True)
-    shifted = x - maximum
+    shifted = over(x - maximum, temperature)
     return shifted, maximum, shifted.exp().sum(-1, keepdim=True).log_()
+
+
+def over(x: Tensor, temperature: float) -> Tensor:
+    """x / temperature, in x itself. Of values that were shifted first: a division rounds, and rounds 1e4 by 1e-3."""
+    return x if temperature == 1 else x.div_(temperature)
 
 
 def strided(rows: Tensor | None) -> tuple[Tensor | None, int]:
@@ -147,11 +152,11 @@ def strided(rows: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 @jit
-def shape(x, inverse_temperature, softcap):
-    """What `shaped` in kernels/reference.py does."""
+def cap(x, softcap):
+    """What `capped` in kernels/reference.py does."""
     if softcap is not None:
         x = softcap * tanh(x / softcap)
-    return x * inverse_temperature
+    return x
 
 
 @jit
@@ -171,18 +176,18 @@ def read(row, start, columns, V, BLOCK: tl.constexpr):
 
 
 @jit
-def to_new_maximum(x, m):
-    """The maximum with x seen too, x minus it, and how far it moved (0 or less)."""
+def to_new_maximum(x, m, inverse_temperature):
+    """The maximum with x seen too, (x - it) / T, and how far it moved, 0 or less, over T."""
     m_new = tl.maximum(m, tl.max(x, 1))
     finite = tl.where(m_new == -float("inf"), 0.0, m_new)  # so far nothing but -inf: -inf minus -inf would be NaN
     moved = tl.where(m == -float("inf"), 0.0, m - finite)
-    return m_new, x - finite[:, None], moved
+    return m_new, (x - finite[:, None]) * inverse_temperature, moved * inverse_temperature
 
 
 @jit
-def add_block(x, m, s, a):
+def add_block(x, m, s, a, inverse_temperature):
     """Running maximum and sums with one more block; also its e^(x-m) and x - m, and how far the maximum moved."""
-    m, shifted, moved = to_new_maximum(x, m)
+    m, shifted, moved = to_new_maximum(x, m, inverse_temperature)
     e = tl.exp(shifted)
     a = tl.exp(moved) * (a + s * moved) + tl.sum(tl.where(e == 0, 0.0, e * shifted), 1)  # 0 * -inf is 0 here
     s = tl.exp(moved) * s + tl.sum(e, 1)
@@ -203,20 +208,21 @@ def rows_forward_kernel(
     a, b, ref_m, ref_s = s, s, m, s
     for start in range(0, V, BLOCK):
         columns = start + tl.arange(0, BLOCK)[None, :]
-        x = shape(read(logits, start, columns, V, BLOCK), inverse_temperature, softcap)
+        x = cap(read(logits, start, columns, V, BLOCK), softcap)
         s_before = s
         # Beyond V stand words of probability 0: a logit of 0 there would be a word that the model could choose.
-        m, s, a, e, shifted, moved = add_block(tl.where(columns < V, x, -float("inf")), m, s, a)
+        m, s, a, e, shifted, moved = add_block(tl.where(columns < V, x, -float("inf")), m, s, a, inverse_temperature)
         if ref_logits is not None:
-            y = shape(read(ref_logits, start, columns, V, BLOCK), inverse_temperature, softcap)
-            ref_m, ref_shifted, ref_moved = to_new_maximum(tl.where(columns < V, y, -float("inf")), ref_m)
+            y = cap(read(ref_logits, start, columns, V, BLOCK), softcap)
+            y = tl.where(columns < V, y, -float("inf"))
+            ref_m, ref_shifted, ref_moved = to_new_maximum(y, ref_m, inverse_temperature)
             gap = tl.where(e == 0, 0.0, e * (shifted - ref_shifted))
             b = tl.exp(moved) * (b + s_before * (moved - ref_moved)) + tl.sum(gap, 1)
             ref_s = tl.exp(ref_moved) * ref_s + tl.sum(tl.exp(ref_shifted), 1)
     log_sum = tl.log(s)
-    target = shape(tl.load(logits + tl.load(targets + row + one)), inverse_temperature, softcap)
+    target = cap(tl.load(logits + tl.load(targets + row + one)), softcap)
     results += row + one
-    tl.store(results, target - m - log_sum)
+    tl.store(results, (target - m) * inverse_temperature - log_sum)
     tl.store(results + C, log_sum - a / s)
     tl.store(results + 2 * C, m)
     tl.store(results + 3 * C, log_sum)
@@ -245,8 +251,8 @@ def gradient_to_logprobs(logprobs, columns, target, entropy, grad_logprob, grad_
 
 
 @jit
-def through_shape(grad, x, inverse_temperature, softcap):
-    """From the gradient to what the softmax sees to that of the raw logits x."""
+def through_cap(grad, x, inverse_temperature, softcap):
+    """From the gradient to what the softmax sees on to that of the raw logits x."""
     if softcap is not None:
         t = tanh(x / softcap)
         grad *= 1 - t * t
@@ -272,14 +278,14 @@ def rows_backward_kernel(
     for start in range(0, V, BLOCK):
         columns = start + tl.arange(0, BLOCK)[None, :]
         x = read(logits, start, columns, V, BLOCK)
-        logprobs = shape(x, inverse_temperature, softcap) - m - log_sum
+        logprobs = (cap(x, softcap) - m) * inverse_temperature - log_sum
         grad = gradient_to_logprobs(logprobs, columns, target, entropy, g_logprob, g_entropy)
         if ref_logits is not None:
-            y = shape(read(ref_logits, start, columns, V, BLOCK), inverse_temperature, softcap)
-            gap = logprobs - (y - ref_m - ref_log_sum) - kl
+            y = cap(read(ref_logits, start, columns, V, BLOCK), softcap)
+            gap = logprobs - ((y - ref_m) * inverse_temperature - ref_log_sum) - kl
             probs = tl.exp(logprobs)
             grad += tl.where(probs == 0, 0.0, probs * gap * g_kl)
-        grad = through_shape(grad, x, inverse_temperature, softcap).to(out.dtype.element_ty)
+        grad = through_cap(grad, x, inverse_temperature, softcap).to(out.dtype.element_ty)
         if start + BLOCK <= V:
             tl.store(out + columns, grad)
         else:
