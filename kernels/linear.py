@@ -158,6 +158,7 @@ class LinearRows(torch.autograd.Function):
                 grad_hidden[part] = (grad @ weight)[:rows]
             if grad_weight is not None:
                 add_product(grad[:rows].T, hidden[part], grad_weight)
+        logits = ref_logits = space = narrow = grad = None  # before the last conversion asks for memory
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 7
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import weakref
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import kernels.linear
 import kernels.rows
 import nanorl.scorer
+from bench.allocations import Allocations
 from kernels import backend, linear_kl, linear_logprob, reference
 from nanorl.losses import grpo_loss
 from nanorl.model import GPT, GPTConfig
@@ -505,29 +503,6 @@ def test_a_chunk_of_no_token_is_an_error_that_shows_it(wrong):
 
 
 # Trap H.1: memory.
-
-
-class Allocations(TorchDispatchMode):
-    """Watches every tensor an operation returns: the largest, and the most bytes alive at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.largest = 0  # elements
-        self.alive: dict[int, int] = {}  # storage -> bytes
-        self.peak = 0  # bytes
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        result = function(*arguments, **(keywords or {}))
-        old = {x.untyped_storage()._cdata for x in tree_leaves((arguments, keywords)) if isinstance(x, Tensor)}
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self.largest = max(self.largest, tensor.numel())
-                storage = tensor.untyped_storage()
-                if storage._cdata not in old and storage._cdata not in self.alive:
-                    self.alive[storage._cdata] = storage.nbytes()
-                    weakref.finalize(storage, self.alive.pop, storage._cdata, None)
-        self.peak = max(self.peak, sum(self.alive.values()))
-        return result
 
 
 def allocations(function, N: int, D: int, V: int, **options) -> Allocations:
