@@ -6,7 +6,7 @@ What is computed stands in kernels/reference.py. Per row, with upstream gradient
 
 The reference's logits y take no gradient. First in torch, on as many rows at a time as fit a core's cache; then in
 Triton, one program a row, which reads the logits once. For that, running sums move along with the running maximum, as
-in online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867). When m grows, d = m_old - m_new and
+in online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867). When m grows, d = m_old - m_new and, at T = 1,
 
     s <- e^d s         a <- e^d (a + s d)         b <- e^d (b + s (d - d'))
 
@@ -128,7 +128,7 @@ def cached(C: int, V: int) -> list[slice]:
 
 
 def normalized(logits: Tensor, temperature: float, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """x - m (C, V), log sum e^(x-m) (C, 1) and m (C, 1), which is that before the division by the temperature."""
+    """(x - m) / T (C, V), m (C, 1) and log sum e^((x - m) / T) (C, 1)."""
     x = capped(logits, softcap)
     maximum = x.amax(-1, keepdim=True)
     shifted = over(x - maximum, temperature)
