@@ -23,7 +23,7 @@ SHARED_BYTES = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "sm_120":
 
 POINTERS = {"targets": "*i64", "hidden": "*bf16", "weight": "*bf16", "slab": "*bf16"}  # other pointers: float32
 FLOATS = ("inverse_temperature", "softcap")
-INTEGERS = ("stride", "ref_stride", "out_stride", "slab_stride", "C", "V", "N", "D", "stripes", "first")
+INTEGERS = ("stride", "ref_stride", "out_stride", "slab_stride", "C", "V", "N", "D", "first")
 DIVISIBLE = ("stride", "ref_stride", "out_stride", "slab_stride", "D")  # by 16: empty_logits sees to it, D is so anyway
 
 

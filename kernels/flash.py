@@ -59,14 +59,15 @@ class FlashLogprob(torch.autograd.Function):
         ctx.shape = (1 / temperature, softcap)
         (N, D), V = hidden.shape, len(weight)
         stripes = -(-V // STRIPE)
-        m, s, a = states = torch.empty(3, stripes, N, dtype=torch.float32, device=hidden.device)
+        states = torch.empty(stripes, 3, N, dtype=torch.float32, device=hidden.device)
         target = torch.empty(N, dtype=torch.float32, device=hidden.device)
         if N:
             tokens, options = tiles(hidden.dtype)
-            flash_forward_kernel[(-(-N // tokens) * stripes,)](
-                hidden, weight, targets, states, target, N, V, D, stripes, *ctx.shape, STRIPE=STRIPE, **options
-            )
-        m, s, a = merge(m, s, a, temperature)
+            with torch.cuda.device_of(hidden):
+                flash_forward_kernel[(-(-N // tokens) * stripes,)](
+                    hidden, weight, targets, states, target, N, V, D, *ctx.shape, STRIPE=STRIPE, **options
+                )
+        m, s, a = merge(*states.unbind(1), temperature)
         log_sum = s.log()
         results = torch.stack([(target - m) / temperature - log_sum, log_sum - a / s, m, log_sum])
         ctx.save_for_backward(hidden, weight, targets, results)
@@ -85,9 +86,10 @@ class FlashLogprob(torch.autograd.Function):
         for start in range(0, V if N else 0, SLAB):
             words = min(SLAB, V - start)
             tokens, options = tiles(hidden.dtype)
-            flash_slab_kernel[(-(-N // tokens) * -(-words // options["WORDS"]),)](
-                hidden, weight, targets, results, *gradients, slab, SLAB, start, N, V, D, *ctx.shape, **options
-            )
+            with torch.cuda.device_of(hidden):
+                flash_slab_kernel[(-(-N // tokens) * -(-words // options["WORDS"]),)](
+                    hidden, weight, targets, results, *gradients, slab, SLAB, start, N, V, D, *ctx.shape, **options
+                )
             if grad_hidden is not None:
                 add_product(slab[:, :words], weight[start : start + words], grad_hidden)
             if grad_weight is not None:
@@ -123,7 +125,7 @@ def raw_logits(
 
 @jit
 def flash_forward_kernel(
-    hidden, weight, targets, states, target_logits, N, V, D, stripes, inverse_temperature, softcap,
+    hidden, weight, targets, states, target_logits, N, V, D, inverse_temperature, softcap,
     STRIPE: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr, DEPTH: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     # Programs that run at the same time share a stripe, which then comes from memory once.
@@ -142,11 +144,10 @@ def flash_forward_kernel(
         m, s, a, _, _, _ = add_block(x, m, s, a, inverse_temperature)
         hit = words[None, :] == target  # in one tile of one stripe
         tl.store(target_logits + rows[:, None] + tl.zeros_like(words)[None, :], x, mask=hit)
-    states += stripe.to(tl.int64) * N + rows
-    size = stripes.to(tl.int64) * N
+    states += stripe.to(tl.int64) * 3 * N + rows
     tl.store(states, m, mask=rows < N)
-    tl.store(states + size, s, mask=rows < N)
-    tl.store(states + 2 * size, a, mask=rows < N)
+    tl.store(states + N, s, mask=rows < N)
+    tl.store(states + 2 * N, a, mask=rows < N)
 
 
 @jit

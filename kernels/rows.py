@@ -48,11 +48,10 @@ def rows_forward(
     C, V = len(targets), logits.shape[1]
     results = logits.new_empty(4 if ref_logits is None else 7, C)
     if use_triton(logits):
-        if C:
-            rows_forward_kernel[(C,)](
-                *strided(logits), *strided(ref_logits), targets.contiguous(), results, C, V, 1 / temperature, softcap,
-                BLOCK=BLOCK, num_warps=WARPS,
-            )  # fmt: skip
+        launch(
+            rows_forward_kernel, logits, C, *strided(ref_logits), targets.contiguous(), results, C, V, 1 / temperature,
+            softcap,
+        )  # fmt: skip
         return results
     for part in cached(C, V):
         shifted, maximum, log_sum = normalized(logits[part], temperature, softcap)
@@ -89,12 +88,10 @@ def rows_backward(
     out = logits if out is None else out
     if use_triton(logits):
         gradients = [g if g is None else g.contiguous() for g in (grad_logprob, grad_entropy, grad_kl)]
-        if C:
-            rows_backward_kernel[(C,)](
-                *strided(logits), *strided(None if grad_kl is None else ref_logits), targets.contiguous(),
-                results.contiguous(), C, *gradients, *strided(out), V, 1 / temperature, softcap,
-                BLOCK=BLOCK, num_warps=WARPS,
-            )  # fmt: skip
+        launch(
+            rows_backward_kernel, logits, C, *strided(None if grad_kl is None else ref_logits), targets.contiguous(),
+            results.contiguous(), C, *gradients, *strided(out), V, 1 / temperature, softcap,
+        )  # fmt: skip
         return out
     for part in cached(C, V):
         _, entropy, maximum, log_sum, *of_ref = results[:, part, None]
@@ -138,6 +135,13 @@ def normalized(logits: Tensor, temperature: float, softcap: float | None) -> tup
 def over(x: Tensor, temperature: float) -> Tensor:
     """x / temperature, in x itself. Of values that were shifted first: a division rounds, and rounds 1e4 by 1e-3."""
     return x if temperature == 1 else x.div_(temperature)
+
+
+def launch(kernel, logits: Tensor, C: int, *arguments) -> None:
+    """One program a row, on the GPU where the logits are."""
+    if C:
+        with torch.cuda.device_of(logits):
+            kernel[(C,)](*strided(logits), *arguments, BLOCK=BLOCK, num_warps=WARPS)
 
 
 def strided(rows: Tensor | None) -> tuple[Tensor | None, int]:

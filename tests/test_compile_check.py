@@ -54,6 +54,13 @@ def test_a_spill_is_let_pass_where_no_one_trains_and_too_much_shared_memory_nowh
         assert faults(spilling._replace(spilled=0, shared=SHARED_BYTES[target] + 1), target)
 
 
+@pytest.mark.parametrize("case", [case for case in cases() if "fp32" not in case.name], ids=lambda case: case.name)
+def test_kernels_compile_where_every_size_is_1(case):
+    """Triton makes constants of integers that are 1, and a constant cannot do all that a number can."""
+    ones = {name: 1 for name in compile_check.INTEGERS if name in case.kernel.arg_names}
+    compile_for(case._replace(constants=ones | case.constants), "sm_90")
+
+
 def test_every_kernel_of_the_package_is_checked():
     from kernels import flash, rows
 
