@@ -1,5 +1,6 @@
-"""Per-token log-probs and entropies without the (tokens, vocabulary) matrix of logits."""
+"""Per-token log-probs, entropies and exact KLs without the (tokens, vocabulary) matrix of logits."""
 
-from kernels.linear import linear_logprob
+from kernels.flash import flash_logprob
+from kernels.linear import linear_kl, linear_logprob
 
-__all__ = ["linear_logprob"]
+__all__ = ["flash_logprob", "linear_kl", "linear_logprob"]

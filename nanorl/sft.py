@@ -17,6 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save, save_file
 
 import kernels.linear
+import kernels.reference
+import kernels.rows
 from nanorl import losses, model, optimizers, rollout, scorer, tokenizer
 from nanorl.checkpoint import sync
 from nanorl.losses.aggregate import token_count, token_mean
@@ -78,8 +80,8 @@ def cached_warm_start(
 
     The file's name is a digest of everything that decides the result: options, model, task, and the code that trains.
     """
-    code = [kernels.linear, losses.aggregate, model, optimizers, rollout, scorer, tokenizer, sys.modules[__name__]]
-    code += [sys.modules[type(task).__module__]]
+    code = [kernels.linear, kernels.rows, kernels.reference, losses.aggregate, model, optimizers, rollout, scorer]
+    code += [tokenizer, sys.modules[__name__], sys.modules[type(task).__module__]]
     weight = policy.head
     settings = {
         "steps": steps,

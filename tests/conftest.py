@@ -2,8 +2,11 @@
 
 import importlib.util
 import os
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -110,3 +113,46 @@ def refused(lesson_module):
             check(getattr(changed, blank))
 
     return assert_refused
+
+
+# Triton's interpreter runs kernels on a CPU. Whether it does is decided once a process, when a kernel is defined, so
+# the tests marked `interpreted` run in a process of their own and are reported here under their names.
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "interpreted: of Triton kernels, run by Triton's interpreter")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    if pyfuncitem.get_closest_marker("interpreted") is None or os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    session = pyfuncitem.session
+    if not hasattr(session, "interpreted"):
+        session.interpreted = run_interpreted(
+            [item.nodeid for item in session.items if item.get_closest_marker("interpreted")], session.config.rootpath
+        )
+    failure = session.interpreted.get((pyfuncitem.path.stem, pyfuncitem.name), "the test did not run")
+    if failure:
+        pytest.fail(failure, pytrace=False)
+    return True
+
+
+def run_interpreted(node_ids: list[str], root: Path) -> dict[tuple[str, str], str]:
+    """(file, test) -> "" where it passed, else what it said."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", *node_ids]
+        done = subprocess.run(
+            command, cwd=root, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
+        )
+        assert report.exists(), done.stdout + done.stderr
+        cases = ElementTree.parse(report).iter("testcase")
+        return {
+            (case.get("classname").split(".")[-1], case.get("name")): "\n".join(
+                problem.text or problem.get("message") or "" for problem in case if problem.tag in ("failure", "error")
+            )
+            for case in cases
+        }

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import kernels.linear
+import kernels.rows
 import nanorl.scorer
-from kernels import linear_logprob
+from bench.allocations import Allocations
+from kernels import backend, linear_kl, linear_logprob, reference
+from nanorl.losses import grpo_loss
 from nanorl.model import GPT, GPTConfig
 from nanorl.rollout import Rollout
 
@@ -283,7 +284,192 @@ def test_a_second_derivative_is_an_error_instead_of_wrong(output):
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
+@pytest.mark.parametrize("keep", [0, 2**30])
+def test_a_second_backward_adds_the_same_also_after_kept_logits_are_gone(keep):
+    hidden, weight, targets, upstream = inputs(40, 4, 6)
+    hidden.requires_grad_()
+    outputs = linear_logprob(hidden, weight, targets, chunk=16, keep_logits_bytes=keep)
+    torch.autograd.backward(outputs, list(upstream), retain_graph=True)
+    once = hidden.grad.clone()
+    torch.autograd.backward(outputs, list(upstream))
+    assert torch.equal(hidden.grad, 2 * once)
+    with pytest.raises(RuntimeError, match="second time"):
+        outputs[0].sum().backward()
+
+
+# The softcap, the exact KL, and the dial.
+
+
+@pytest.mark.parametrize("softcap", [2.0, 30.0])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_the_softcap_bounds_the_logits_before_the_temperature_divides_them(softcap, temperature):
+    arguments = inputs(17, 24, 257)
+    options = {"softcap": softcap, "temperature": temperature}
+
+    def capped(h, w, t):
+        logits = softcap * torch.tanh(h @ w.T / softcap)
+        return dense(logits, torch.eye(257, dtype=torch.float64), t, temperature)
+
+    result = values_and_gradients(linear_logprob, *arguments, chunk=5, **options)
+    assert_all_close(result, values_and_gradients(capped, *arguments), 1e-12)
+    assert torch.autograd.gradcheck(
+        lambda h: linear_logprob(h, arguments[1], arguments[2], **options), arguments[0].requires_grad_()
+    )
+
+
+def pair(N: int = 20, V: int = 33, dtype=torch.float64):
+    hidden, weight, targets, upstream = inputs(N, 7, V, dtype)
+    ref_hidden, ref_weight, _, _ = inputs(N, 5, V, dtype, seed=1)  # the reference may be a narrower model
+    return hidden, weight, ref_hidden, ref_weight, targets, upstream
+
+
+@pytest.mark.parametrize("chunk", [3, 16, 512])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"softcap": 2.0, "temperature": 1.3}], ids=str)
+def test_the_exact_kl_and_its_gradients_equal_the_dense_definition(options, chunk):
+    hidden, weight, ref_hidden, ref_weight, targets, upstream = pair()
+
+    def kl(h, w, t, **more):
+        return (linear_kl(h, w, ref_hidden, ref_weight, t, chunk=chunk, **options),) * 2
+
+    def dense_kl(h, w, t):
+        return (reference.linear_logprob(h, w, t, ref_hidden=ref_hidden, ref_weight=ref_weight, **options)[2],) * 2
+
+    arguments = hidden, weight, targets, upstream
+    assert_all_close(values_and_gradients(kl, *arguments), values_and_gradients(dense_kl, *arguments), 1e-12)
+
+
+def test_the_exact_kl_passes_the_check_by_finite_differences_and_asks_for_no_targets():
+    hidden, weight, ref_hidden, ref_weight, *_ = pair(4, 6)
+    ref_hidden.requires_grad_()
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    assert torch.autograd.gradcheck(lambda h, w: linear_kl(h, w, ref_hidden, ref_weight, softcap=3.0), leaves)
+    linear_kl(*leaves, ref_hidden, ref_weight).sum().backward()
+    assert ref_hidden.grad is None  # the reference is held fixed
+
+
+def test_kl_to_itself_is_0_and_so_is_its_gradient():
+    hidden, weight, _, _, targets, _ = pair(dtype=torch.float32)
+    leaf = hidden.clone().requires_grad_()
+    kl = linear_kl(leaf, weight, hidden, weight, targets, temperature=0.7)
+    kl.sum().backward()
+    assert kl.abs().max() < 1e-6 and leaf.grad.abs().max() < 1e-6
+
+
+def test_log_prob_entropy_and_kl_in_one_pass_are_what_each_is_alone():
+    hidden, weight, ref_hidden, ref_weight, targets, _ = pair()
+    logprobs, entropy, kl = linear_logprob(hidden, weight, targets, reference=(ref_hidden, ref_weight))
+    assert torch.equal(torch.stack([logprobs, entropy]), torch.stack(linear_logprob(hidden, weight, targets)))
+    assert torch.equal(kl, linear_kl(hidden, weight, ref_hidden, ref_weight, targets))
+    assert (kl[targets == IGNORE] == 0).all() and (kl[targets != IGNORE] > 0).all()
+
+
+def test_a_reference_of_another_vocabulary_is_an_error_that_shows_both():
+    hidden, weight, ref_hidden, ref_weight, *_ = pair()
+    with pytest.raises(ValueError, match="33 and 32 words"):
+        linear_kl(hidden, weight, ref_hidden, ref_weight[:-1])
+
+
+@pytest.mark.parametrize("keep", [0, 4 * 16 * 257 * 2, 2**30], ids=["none kept", "two chunks kept", "all kept"])
+def test_kept_logits_change_no_bit_and_save_a_matrix_product_each(keep, monkeypatch):
+    arguments = inputs(70, 24, 257, torch.float32, ignored=0.0)
+    expected = values_and_gradients(linear_logprob, *arguments, chunk=16, keep_logits_bytes=2**30)
+    products, product = [], kernels.linear.product
+    monkeypatch.setattr(kernels.linear, "product", lambda *rest: products.append(1) or product(*rest))
+    results = values_and_gradients(linear_logprob, *arguments, chunk=16, keep_logits_bytes=keep)
+    assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
+    assert len(products) == {0: 10, 2**30: 5}.get(keep, 8)
+
+
+def test_nothing_is_kept_where_no_gradient_is_taken():
+    hidden, weight, targets, _ = inputs(2048, 8, 512, torch.float32)
+    with torch.no_grad(), Allocations() as seen:
+        linear_logprob(hidden, weight, targets, chunk=64, keep_logits_bytes=2**40)
+    assert seen.peak < 4 * 2048 * 512 / 4
+
+
+# Bits. A library multiplies a few rows, or the odd one behind the last tile, in another order.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("D,V", [(96, 20), (32, 257), (64, 1000)])
+def test_a_row_has_the_same_bits_whatever_the_chunk_and_the_rows_beside_it(D, V, dtype):
+    hidden, weight, targets, upstream = inputs(600, D, V, dtype, ignored=0.1)
+    of_rows = values_and_gradients(linear_logprob, hidden, weight, targets, upstream)[:3]
+    for chunk in (1, 16, 32, 100, 1024):
+        others = values_and_gradients(linear_logprob, hidden, weight, targets, upstream, chunk=chunk)[:3]
+        assert all(torch.equal(one, other) for one, other in zip(of_rows, others, strict=True)), chunk
+    order = torch.randperm(600, generator=torch.Generator().manual_seed(0))
+    for some in (order[:1], order[:3], order[:17], order[:555]):
+        others = values_and_gradients(linear_logprob, hidden[some], weight, targets[some], upstream[:, some])[:3]
+        assert all(torch.equal(one[some], other) for one, other in zip(of_rows, others, strict=True)), len(some)
+
+
+def test_the_result_does_not_hang_on_what_memory_held():
+    arguments = inputs(20, 6, 9, torch.float32)
+    expected = values_and_gradients(linear_logprob, *arguments)
+    torch.use_deterministic_algorithms(True)  # fills new, empty tensors with NaN
+    try:
+        results = values_and_gradients(linear_logprob, *arguments)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
+
+
+def test_targets_and_upstream_gradients_may_be_slices_of_something_else():
+    hidden, weight, targets, upstream = inputs(20, 4, 6)
+    expected = values_and_gradients(linear_logprob, hidden, weight, targets, upstream)
+    wide = torch.stack([targets, targets], 1)[:, 1]
+    strided = torch.stack([upstream, upstream], -1)[..., 1]
+    results = values_and_gradients(linear_logprob, hidden, weight, wide, strided)
+    assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
+
+
+def test_the_products_of_a_gpu_in_bfloat16_sum_in_float32_on_shapes_with_a_gap_behind_each_row():
+    """Nothing is computed on this device, but shapes and types are checked as on a GPU."""
+    hidden = torch.empty(16, 8, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(100, 8, dtype=torch.bfloat16, device="meta")
+    space = torch.empty(16, 128, dtype=torch.float32, device="meta")[:, :100]
+    logits = kernels.linear.product(hidden, weight, 16, space)
+    assert logits.dtype == torch.float32 and logits.shape == (16, 100) and logits.stride() == (128, 1)
+    grad = torch.empty(16, 128, dtype=torch.bfloat16, device="meta")[:, :100]
+    total = torch.empty(100, 8, device="meta")
+    kernels.linear.add_product(grad.T, hidden, total)
+    assert total.shape == (100, 8) and total.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "device,dtype,triton,level,said",
+    [
+        ("cpu", torch.float32, object(), "INFO", "Triton has no cpu"),
+        ("cpu", torch.float32, None, "INFO", "triton is not installed"),
+        ("mps", torch.float32, object(), "WARNING", "Triton has no mps"),
+        ("cuda", torch.float32, None, "WARNING", "triton is not installed"),
+        ("cuda", torch.float64, object(), "WARNING", "not in torch.float64"),
+        ("cuda", torch.bfloat16, object(), None, ""),
+    ],
+)
+def test_where_triton_cannot_serve_torch_does_and_says_so_once(monkeypatch, caplog, device, dtype, triton, level, said):
+    class Somewhere(NamedTuple):
+        device: torch.device
+        dtype: torch.dtype
+
+    monkeypatch.setattr(backend, "triton", triton)
+    monkeypatch.setattr(backend, "said", set())
+    monkeypatch.setattr(backend, "INTERPRETED", False)
+    with caplog.at_level("INFO", logger="kernels"):
+        answers = [backend.use_triton(Somewhere(torch.device(device), dtype)) for _ in range(3)]
+    assert answers == [level is None] * 3
+    assert [record.levelname for record in caplog.records] == [level] * (level is not None)
+    assert said in caplog.text
+
+
 # Errors.
+
+
+@pytest.mark.parametrize("wrong", [0.0, -30.0, math.nan])
+def test_a_softcap_that_is_not_positive_is_an_error_that_shows_it(wrong):
+    with pytest.raises(ValueError, match=f"softcap must be positive, or None for no cap, not {wrong}"):
+        linear_logprob(torch.zeros(3, 2), torch.zeros(5, 2), torch.zeros(3).long(), softcap=wrong)
 
 
 @pytest.mark.parametrize("hidden,weight", [((4, 3), (5, 2)), ((4,), (5, 4)), ((2, 4, 3), (5, 3)), ((4, 3), (3,))])
@@ -317,29 +503,6 @@ def test_a_chunk_of_no_token_is_an_error_that_shows_it(wrong):
 
 
 # Trap H.1: memory.
-
-
-class Allocations(TorchDispatchMode):
-    """Watches every tensor an operation returns: the largest, and the most bytes alive at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.largest = 0  # elements
-        self.alive: dict[int, int] = {}  # storage -> bytes
-        self.peak = 0  # bytes
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        result = function(*arguments, **(keywords or {}))
-        old = {x.untyped_storage()._cdata for x in tree_leaves((arguments, keywords)) if isinstance(x, Tensor)}
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self.largest = max(self.largest, tensor.numel())
-                storage = tensor.untyped_storage()
-                if storage._cdata not in old and storage._cdata not in self.alive:
-                    self.alive[storage._cdata] = storage.nbytes()
-                    weakref.finalize(storage, self.alive.pop, storage._cdata, None)
-        self.peak = max(self.peak, sum(self.alive.values()))
-        return result
 
 
 def allocations(function, N: int, D: int, V: int, **options) -> Allocations:
@@ -381,14 +544,14 @@ def test_trap_h1_only_response_positions_reach_the_head(monkeypatch):
         rows_of_calls.append(len(hidden))
         return linear_logprob(hidden, *arguments, **options)
 
-    parts = kernels.linear.log_softmax_parts
+    product = kernels.linear.product
 
     def spy_on_products(hidden, *arguments):
         rows_of_products.append(len(hidden))
-        return parts(hidden, *arguments)
+        return product(hidden, *arguments)
 
     monkeypatch.setattr(nanorl.scorer, "linear_logprob", spy)
-    monkeypatch.setattr(kernels.linear, "log_softmax_parts", spy_on_products)
+    monkeypatch.setattr(kernels.linear, "product", spy_on_products)
     rollout = rollout_of([[1] * 30, [2] * 7, [3] * 20], [4, 9, 1])
     rollout.mask[1, 3:5] = False  # tokens an environment inserted
     nanorl.scorer.score(tiny_model(), rollout)
@@ -412,3 +575,40 @@ def test_trap_h1_a_group_in_micro_batches_of_one_needs_the_memory_of_one_row():
     one = peak(rollout.select([0]), 1)
     assert peak(rollout, 1) < 1.2 * one
     assert peak(rollout, None) > 3 * one  # the watch sees the group where it is scored at once
+
+
+def test_trap_h1_a_grpo_step_at_50257_words_never_makes_a_tensor_of_all_logits():
+    B, T, V = 4, 150, 50257
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=V, width=32, layers=1, heads=2, max_context=T + 8))
+    rollout = Rollout.from_responses([[1, 2, 3]] * B, [[(7 * t + b) % V for t in range(T)] for b in range(B)])
+    with Allocations() as seen:
+        logprobs, entropy = nanorl.scorer.score(model, rollout)
+        loss, _ = grpo_loss(logprobs, logprobs.detach(), torch.tensor([1.0, -1.0, 0.5, -0.5]), rollout.mask)
+        (loss - 0.01 * entropy.mean()).backward()
+    assert model.head.grad.abs().sum() > 0
+    assert seen.largest <= kernels.linear.CHUNK_TOKENS * V < B * T * V
+
+
+def test_trap_h1_at_50257_words_the_peak_is_at_most_a_tenth_of_dense(monkeypatch):
+    """On a device that computes nothing; which rows have a target cannot be asked there."""
+    N, D, V = 4096, 256, 50257
+    monkeypatch.setattr(kernels.rows, "CACHE_LOGITS", 2**21)  # fewer steps here; it costs more memory than the default
+    monkeypatch.setattr(
+        kernels.linear, "scored_rows", lambda hidden, weight, targets, *_: (torch.arange(N, device="meta"), targets)
+    )
+    hidden, weight = torch.empty(N, D, device="meta"), torch.empty(V, D, device="meta")
+    targets, upstream = torch.empty(N, dtype=torch.long, device="meta"), torch.empty(2, N, device="meta")
+
+    def peak(function) -> int:
+        leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+        with Allocations() as seen:
+            logprobs, entropy = function(*leaves)
+            torch.autograd.backward([logprobs, entropy], list(upstream))
+        return seen.peak
+
+    def plain(hidden, weight):
+        logprobs = (hidden @ weight.T).log_softmax(-1)
+        return logprobs.gather(1, targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1)
+
+    assert 0 < 10 * peak(lambda *leaves: linear_logprob(*leaves, targets)) <= peak(plain)

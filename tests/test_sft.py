@@ -196,7 +196,7 @@ def test_another_warm_start_gets_a_file_of_its_own(tmp_path, other):
     assert found and same_weights(policy, again)
 
 
-@pytest.mark.parametrize("module", [sft, model, kernels.linear, inspect.getmodule(ChainArithmetic)])
+@pytest.mark.parametrize("module", [sft, model, kernels.linear, kernels.rows, inspect.getmodule(ChainArithmetic)])
 def test_code_that_changed_trains_anew(tmp_path, monkeypatch, module):
     run_cached(tmp_path)
     source = inspect.getsource
