@@ -149,7 +149,7 @@ def main(config: Config) -> dict:
     )
     updates, epochs = config.updates_per_rollout or algorithm.updates_per_rollout, config.epochs or algorithm.epochs
     at_most(config, seed=MAX_SEED, clip_low=1, updates_per_rollout=config.prompts)
-    updates = min(updates, config.prompts)
+    updates = min(updates, config.prompts)  # the algorithm's default too: a part holds at least one group
     extras = choose_extras(config.extras, algorithm)
     # Whose log-probs are the old ones: the sampler's, unless the policy is scored more than once, or in bfloat16, where
     # the two may differ by more than GSPO's clip range, or to correct for just that difference.

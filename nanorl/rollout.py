@@ -97,7 +97,13 @@ class Rollout:
         return [self.select_groups(chunk) for chunk in chunks if len(chunk)] if parts > 1 else [self]
 
     def join(self, other: Rollout) -> Rollout:
-        """Both, one behind the other; the other's groups get numbers behind these."""
+        """Both, one behind the other; the other's groups get numbers behind these. They come from one distribution, or
+        scoring would take both for this one's: another temperature or truncation is an error."""
+        if (self.temperature, self.truncated) != (other.temperature, other.truncated):
+            raise ValueError(
+                f"one rollout was sampled at temperature {self.temperature}, the other at {other.temperature}, or only "
+                "one of them with top-k or top-p: score them apart"
+            )
         longest = max(self.tokens.shape[1], other.tokens.shape[1])
 
         def both(name: str):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -230,3 +232,11 @@ def test_joined_rollouts_keep_their_rows_and_number_their_groups_on():
     assert not both.mask[:2, 2:].any() and both.lengths.tolist() == [1, 2, 2, 1, 0, 4]
     assert torch.equal(both.rewards, torch.cat([short.rewards, rollout.rewards]))
     assert both.temperature == 0.7 and both.truncated
+
+
+def test_rollouts_of_two_temperatures_are_never_joined():
+    cool = Rollout.from_responses([[1]], [[2, 3]])
+    with pytest.raises(ValueError, match="temperature 1.0, the other at 0.5"):
+        cool.join(replace(cool, temperature=0.5))
+    with pytest.raises(ValueError, match="top-k or top-p"):
+        cool.join(replace(cool, truncated=True))
