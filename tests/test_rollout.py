@@ -236,7 +236,7 @@ def test_joined_rollouts_keep_their_rows_and_number_their_groups_on():
 
 def test_rollouts_of_two_temperatures_are_never_joined():
     cool = Rollout.from_responses([[1]], [[2, 3]])
-    with pytest.raises(ValueError, match="temperature 1.0, the other at 0.5"):
+    with pytest.raises(ValueError, match=r"temperature 1\.0, the other at 0\.5"):
         cool.join(replace(cool, temperature=0.5))
     with pytest.raises(ValueError, match="top-k or top-p"):
         cool.join(replace(cool, truncated=True))
