@@ -64,7 +64,7 @@ class Config:
     """Folder for everything the run writes. Default: runs/dpo-N, the next free N."""
     seed: int = 0
     """Of weights, prompts, samples, labels and the order of the pairs."""
-    steps: int = 120
+    steps: int = 200
     """Updates. A resumed run may be given another number: the learning rate then follows that."""
     task: str = "reviews"
     """What to learn: a row of nanorl/tasks whose responses people compare."""
