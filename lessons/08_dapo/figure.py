@@ -2,9 +2,9 @@
 
     python lessons/08_dapo/figure.py
 
-Runs what is missing first: DAPO, DAPO with each of its parts switched off in turn, three other upper bounds of the clip
-and GRPO, three seeds of each, by nanorl.compare. About twenty minutes on two free cores. Everything is kept in
-runs/lesson_08.
+Runs what is missing first: DAPO, DAPO with each of its parts switched off in turn, GRPO, two more upper
+bounds of the clip and a tighter limit of length, five seeds of each, by nanorl.compare. About twenty minutes on two
+free cores. Everything is kept in runs/lesson_08.
 """
 
 from __future__ import annotations
@@ -25,31 +25,46 @@ from nanorl.plots import evaluations, read_metrics, save
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = Path("runs") / "lesson_08"  # from ROOT
-SEEDS = 3
+SEEDS = 5
 COMMAND = "python lessons/08_dapo/figure.py"
 PROMPTS = 16  # problems a step, the default of train_grpo.py
 RESPONSES = 8  # to each
 SETTING = [  # a weaker warm start leaves something to learn; the clip needs several updates a batch
-    *("--steps", "40", "--updates-per-rollout", "8", "--max-new-tokens", "27"),
-    *("--warm-start-steps", "200", "--learning-rate", "5e-4"),
+    *("--steps", "30", "--updates-per-rollout", "8", "--max-new-tokens", "27"),
+    *("--warm-start-steps", "250", "--learning-rate", "5e-4"),
 ]
 DAPO, LOW_CLIP = "dapo", "dapo --clip-high 0.2"
+LOWEST_CLIP, WIDE_CLIP = "dapo --clip-high 0.05", "dapo --clip-high 1"
 NOT_DYNAMIC = "dapo --extras overlong_penalty overlong_filtering"
+NO_PENALTY = "dapo --extras dynamic_sampling overlong_filtering"
+NO_FILTER = "dapo --extras dynamic_sampling overlong_penalty"
+TIGHT = "dapo --max-new-tokens 25"  # as long as a right chain: the penalty's buffer reaches into it
+TIGHT_NO_PENALTY = f"{TIGHT} --extras dynamic_sampling overlong_filtering"
 SEQUENCE_MEAN = "grpo --clip-high 0.28 --extras dynamic_sampling overlong_penalty overlong_filtering"
 VARIANTS = {  # of nanorl.compare -> name here
     DAPO: "DAPO",
     LOW_CLIP: "clip 0.2 above, not 0.28",
     NOT_DYNAMIC: "no dynamic sampling",
     SEQUENCE_MEAN: "sequence mean, not token mean",
-    "dapo --extras dynamic_sampling overlong_filtering": "no overlong penalty",
-    "dapo --extras dynamic_sampling overlong_penalty": "no overlong filtering",
+    NO_PENALTY: "no overlong penalty",
+    NO_FILTER: "no overlong filtering",
     "dapo --beta 0.04": "with KL, beta 0.04",
     "grpo": "GRPO: all of them",
-    "dapo --clip-high 0.05": "clip 0.05 above",
-    "dapo --clip-high 1": "clip 1 above",
+    LOWEST_CLIP: "clip 0.05 above",
+    WIDE_CLIP: "clip 1 above",
+    TIGHT: "limit of 25 tokens",
+    TIGHT_NO_PENALTY: "limit of 25, no penalty",
 }
-COLORS = {DAPO: "tab:blue", LOW_CLIP: "tab:orange", NOT_DYNAMIC: "tab:red", SEQUENCE_MEAN: "tab:green"}
-BOUNDS = {"dapo --clip-high 0.05": "0.05", LOW_CLIP: "0.2", DAPO: "0.28", "dapo --clip-high 1": "1"}
+COLORS = {
+    DAPO: "tab:blue",
+    LOW_CLIP: "tab:orange",
+    NOT_DYNAMIC: "tab:red",
+    SEQUENCE_MEAN: "tab:green",
+    NO_PENALTY: "tab:brown",
+    TIGHT: "tab:pink",
+    TIGHT_NO_PENALTY: "tab:olive",
+}
+BOUNDS = {LOWEST_CLIP: "0.05", LOW_CLIP: "0.2", DAPO: "0.28", WIDE_CLIP: "1"}
 BLOCK = 5  # steps, of the means in the panels of what is logged each step
 EARLY = 10  # steps; the climb
 
@@ -86,13 +101,12 @@ def measured(outs: dict[str, list[Path]]) -> dict[str, dict[str, torch.Tensor]]:
 
 def draw(path: Path) -> None:
     runs = measured(compare())
-    figure, ((entropy, teach, cost), (means, lengths, gaps)) = plt.subplots(2, 3, figsize=(15.5, 8.8))
-    for (variant, bound), color in zip(BOUNDS.items(), ("0.5", "tab:orange", "tab:blue", "tab:purple"), strict=True):
-        band(entropy, runs[variant]["entropy"], color, f"upper bound 1 + {bound}")
-    entropy.set(yscale="log", ylabel="entropy (nats a token)", title="Clip-higher: entropy by the upper bound")
-    band(teach, runs[DAPO]["teach_trained"], COLORS[DAPO], "dynamic sampling, after filling")
-    band(teach, runs[DAPO]["teach_sampled"], COLORS[DAPO], "dynamic sampling, as sampled", "--")
-    band(teach, runs[NOT_DYNAMIC]["teach_trained"], COLORS[NOT_DYNAMIC], "none")
+    figure, (upper, lower) = plt.subplots(2, 4, figsize=(20, 8.8))
+    draw_entropy(*upper[:2], runs)
+    teach, cost, (means, lengths, buffer, gaps) = *upper[2:], lower
+    band(teach, runs[DAPO]["teach_trained"], COLORS[DAPO], "DAPO, after filling")
+    band(teach, runs[DAPO]["teach_sampled"], COLORS[DAPO], "DAPO, as sampled", "--")
+    band(teach, runs[NOT_DYNAMIC]["teach_trained"], COLORS[NOT_DYNAMIC], VARIANTS[NOT_DYNAMIC])
     teach.set(ylabel=f"share of a batch's {PROMPTS} groups", ylim=(0, 1.05), title="Groups that teach")
     for variant in (DAPO, NOT_DYNAMIC):
         run = runs[variant]
@@ -105,33 +119,60 @@ def draw(path: Path) -> None:
         means.plot(run["at"][0], run["accuracy"].T, color=color, lw=0.7, alpha=0.5)
         means.plot(run["at"][0], run["accuracy"].mean(0), color=color, lw=2, label=VARIANTS[variant])
         band(lengths, run["length"], color, VARIANTS[variant])
-    means.set(ylabel="held-out accuracy, sampled", title="Token mean against sequence mean")
-    lengths.set(ylabel="response length (tokens)", title="Token mean against sequence mean")
+    means.set(ylabel="held-out accuracy, sampled", title="Token mean, sequence mean: accuracy")
+    lengths.set(ylabel="response length (tokens)", title="Token mean, sequence mean: length")
+    for variant in (DAPO, NO_PENALTY, TIGHT, TIGHT_NO_PENALTY):
+        line = "--" if variant in (NO_PENALTY, TIGHT_NO_PENALTY) else "-"
+        shown = f"limit of 27: {VARIANTS[variant]}" if variant in (DAPO, NO_PENALTY) else VARIANTS[variant]
+        band(buffer, runs[variant]["thinks"], COLORS[variant], shown, line)
+    buffer.set(ylabel="share that thinks", ylim=(0, 1.05), title="A buffer that reaches into right answers")
     draw_gaps(gaps, runs)
-    for axes in (entropy, teach, means, lengths):
+    for axes in (*upper[:3], *lower[:3]):
         axes.set_xlabel(f"step (batches of {PROMPTS * RESPONSES} responses)")
-    for axes in (entropy, teach, cost, means, lengths):
+    for axes in (*upper, *lower[:3]):
         axes.legend(fontsize=9)
         axes.grid(alpha=0.3)
     figure.suptitle(title(runs))
-    save(figure, path, f"{SEEDS} seeds; bands: 95 % intervals of means of {BLOCK} steps. Drawn by: {COMMAND}")
+    caption = f"{SEEDS} seeds; bands: mean of {BLOCK} steps and its 95 % interval over seeds. Drawn by: {COMMAND}"
+    save(figure, path, caption)
     page = path.with_name("README.md")
     write_between(page, "results", results(runs))
     write_between(page, "differences", differences(runs))
 
 
+def blocks(values: torch.Tensor) -> torch.Tensor:
+    """(seeds, steps) -> (seeds, blocks): means of BLOCK steps."""
+    return values.unflatten(1, (-1, BLOCK)).mean(2)
+
+
 def band(axes, values: torch.Tensor, color: str, label: str, line: str = "-") -> None:
-    """values (seeds, steps): mean and interval over seeds of the means of BLOCK steps."""
-    mean, half = mean_and_half(values.unflatten(1, (-1, BLOCK)).mean(2))
+    """values (seeds, steps): mean and interval over seeds."""
+    mean, half = mean_and_half(blocks(values))
     at = torch.arange(len(mean)) * BLOCK + BLOCK / 2
     axes.plot(at, mean, line, color=color, label=label)
-    # Below 0 lies nothing that is measured here; a logarithmic axis needs the bound.
-    axes.fill_between(at, (mean - half).clamp(min=1e-3), mean + half, color=color, alpha=0.12, lw=0)
+    axes.fill_between(at, mean - half, mean + half, color=color, alpha=0.12, lw=0)
+
+
+def draw_entropy(left, right, runs: dict) -> None:
+    """Entropy with both upper bounds, and each bound's entropy by that of DAPO in the same seed."""
+    for variant in (LOW_CLIP, DAPO):
+        entropy, color = blocks(runs[variant]["entropy"]), COLORS[variant]
+        at = torch.arange(entropy.shape[1]) * BLOCK + BLOCK / 2
+        left.plot(at, entropy.T, color=color, lw=0.7, alpha=0.6)
+        left.plot(at, entropy.mean(0), color=color, lw=2, label=f"upper bound 1 + {BOUNDS[variant]}")
+    for variant, color in ((LOWEST_CLIP, "0.5"), (LOW_CLIP, COLORS[LOW_CLIP]), (WIDE_CLIP, "tab:purple")):
+        ratio = blocks(runs[variant]["entropy"]).log() - blocks(runs[DAPO]["entropy"]).log()
+        mean, half = mean_and_half(ratio)
+        right.plot(at, mean.exp(), color=color, label=f"1 + {BOUNDS[variant]}")
+        right.fill_between(at, (mean - half).exp(), (mean + half).exp(), color=color, alpha=0.12, lw=0)
+    right.axhline(1, color=COLORS[DAPO], label=f"1 + {BOUNDS[DAPO]}")
+    left.set(yscale="log", ylabel="entropy (nats a token)", title="Clip-higher: entropy")
+    right.set(yscale="log", ylabel="entropy / DAPO's, same seed", title="Entropy by the upper bound")
 
 
 def draw_gaps(axes, runs: dict) -> None:
     """Accuracy of each variant minus DAPO's, seed by seed."""
-    others = list(VARIANTS)[1:]
+    others = [variant for variant in VARIANTS if variant not in (DAPO, TIGHT, TIGHT_NO_PENALTY)]
     for shift, color, take, label in (
         (-0.15, "0.6", climb, f"after {EARLY} steps"),
         (0.15, "black", final, "at the end"),
