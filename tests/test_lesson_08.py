@@ -174,6 +174,77 @@ def test_the_answers_behind_the_questions():
     assert teaching_groups(rewards, torch.arange(4).repeat_interleave(4)).tolist() == [1, 3]  # counted from 0
 
 
+def test_what_the_lesson_says_of_its_runs_stands_in_their_tables():
+    def of_runs(name: str) -> list[list[float]]:  # mean and half the interval, by column
+        return rows_of(name)[0]
+
+    def minus_dapo(name: str) -> list[list[float]]:
+        (_, gaps) = rows_of(name)
+        return gaps
+
+    early, end, entropy, length, cut, clipped, teaching, responses = range(8)
+
+    def beyond(name: str, column: int) -> bool:
+        mean, half = minus_dapo(name)[column]
+        return abs(mean) > half
+
+    def stands(text: str, *numbers: str) -> None:
+        assert text.format(*numbers) in PROSE
+
+    (dapo,) = rows_of("DAPO")
+    without, longer = "no dynamic sampling", "no dynamic sampling, 90 steps"
+    stands(
+        "{} % of the groups trained on teach, {} % without",
+        *(f"{100 * row[teaching][0]:.0f}" for row in (dapo, of_runs(without))),
+    )
+    mean, half = minus_dapo(without)[end]
+    stands("at the end is {} lower, with an interval of {}", f"{-mean:.3f}", f"{half:.3f}")
+    stands("{} thousand instead of {}", f"{dapo[responses][0]:.1f}", f"{of_runs(without)[responses][0]:.2f}")
+    mean, half = minus_dapo(longer)[end]
+    stands(
+        "{}: {} ± {} against DAPO's {}",
+        *(f"{of_runs(longer)[end][0]:.3f}", f"{mean:+.3f}", f"{half:.3f}", f"{dapo[end][0]:.3f}"),
+    )
+    assert beyond(without, end) and beyond(without, teaching) and not beyond(longer, end)
+    mean, half = minus_dapo("with KL, beta 0.04")[end]
+    stands("costs {} ± {} at the end", f"{-mean:.3f}", f"{half:.3f}")
+    mean, half = minus_dapo("GRPO: all of them")[end]
+    stands(
+        "{} and {}, a gap of {} ± {}",
+        *(f"{dapo[end][0]:.3f}", f"{of_runs('GRPO: all of them')[end][0]:.3f}", f"{-mean:.3f}", f"{half:.3f}"),
+    )
+    assert beyond("GRPO: all of them", end) and -mean < -minus_dapo(without)[end][0]
+
+    clips = {name: f"clip {name} above" for name in ("0.05", "0.2", "1")}
+    shown = [x for name in ("0.2", "0.05", "1") for x in minus_dapo(clips[name])[entropy]]
+    stands("entropy is {:.4f} ± {:.4f} higher, of {:.3f}", *shown[:2], dapo[entropy][0])
+    stands("With 0.05 it is {:.4f} ± {:.4f} higher", *shown[2:4])
+    stands("with 1 it is {:.4f} ± {:.4f} *lower*", -shown[4], shown[5])
+    assert not beyond(clips["0.2"], entropy) and not beyond(clips["0.05"], entropy)
+    stands(
+        "{:.2f} % of the tokens are clipped above with 0.05, {:.2f} % with 0.2, {:.2f} % with 0.28, {:.2f} % with 1",
+        *(row[clipped][0] for row in (of_runs(clips["0.05"]), of_runs(clips["0.2"]), dapo, of_runs(clips["1"]))),
+    )
+
+    sequence = minus_dapo("sequence mean")
+    stands(
+        "{:.3f} ± {:.3f} lower, after 10 steps {:.3f} ± {:.3f} higher",
+        -sequence[end][0],
+        sequence[end][1],
+        *sequence[early],
+    )
+    stands("responses are {:.2f} ± {:.2f} tokens *longer*", *sequence[length])
+    assert beyond("sequence mean", length)
+    assert [round(row[cut][0], 1) for row in (dapo, of_runs("sequence mean"))] == [0.4, 0.4]
+    stands("0.4 % of the responses are cut off, with either mean")
+    for name in ("no overlong penalty", "no overlong filtering"):
+        assert not any(beyond(name, column) for column in range(8))
+
+    ends = [round(row[end][0], 2) for row in (of_runs("limit of 25 tokens"), dapo, of_runs("limit of 25, no penalty"))]
+    assert ends == [0.18, 0.97, 0.97]
+    stands("accuracy ends at 0.18 instead of 0.97. The same limit without the penalty ends at 0.97")
+
+
 # ---- exercises
 
 

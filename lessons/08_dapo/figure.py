@@ -36,6 +36,7 @@ SETTING = [  # a weaker warm start leaves something to learn; the clip needs sev
 DAPO, LOW_CLIP = "dapo", "dapo --clip-high 0.2"
 LOWEST_CLIP, WIDE_CLIP = "dapo --clip-high 0.05", "dapo --clip-high 1"
 NOT_DYNAMIC = "dapo --extras overlong_penalty overlong_filtering"
+NOT_DYNAMIC_LONG = f"{NOT_DYNAMIC} --steps 90"  # about as many responses as DAPO samples in 30
 NO_PENALTY = "dapo --extras dynamic_sampling overlong_filtering"
 NO_FILTER = "dapo --extras dynamic_sampling overlong_penalty"
 TIGHT = "dapo --max-new-tokens 25"  # as long as a right chain: the penalty's buffer reaches into it
@@ -43,9 +44,10 @@ TIGHT_NO_PENALTY = f"{TIGHT} --extras dynamic_sampling overlong_filtering"
 SEQUENCE_MEAN = "grpo --clip-high 0.28 --extras dynamic_sampling overlong_penalty overlong_filtering"
 VARIANTS = {  # of nanorl.compare -> name here
     DAPO: "DAPO",
-    LOW_CLIP: "clip 0.2 above, not 0.28",
+    LOW_CLIP: "clip 0.2 above",
     NOT_DYNAMIC: "no dynamic sampling",
-    SEQUENCE_MEAN: "sequence mean, not token mean",
+    NOT_DYNAMIC_LONG: "no dynamic sampling, 90 steps",
+    SEQUENCE_MEAN: "sequence mean",
     NO_PENALTY: "no overlong penalty",
     NO_FILTER: "no overlong filtering",
     "dapo --beta 0.04": "with KL, beta 0.04",
@@ -59,6 +61,7 @@ COLORS = {
     DAPO: "tab:blue",
     LOW_CLIP: "tab:orange",
     NOT_DYNAMIC: "tab:red",
+    NOT_DYNAMIC_LONG: "0.5",
     SEQUENCE_MEAN: "tab:green",
     NO_PENALTY: "tab:brown",
     TIGHT: "tab:pink",
@@ -108,12 +111,16 @@ def draw(path: Path) -> None:
     band(teach, runs[DAPO]["teach_sampled"], COLORS[DAPO], "DAPO, as sampled", "--")
     band(teach, runs[NOT_DYNAMIC]["teach_trained"], COLORS[NOT_DYNAMIC], VARIANTS[NOT_DYNAMIC])
     teach.set(ylabel=f"share of a batch's {PROMPTS} groups", ylim=(0, 1.05), title="Groups that teach")
-    for variant in (DAPO, NOT_DYNAMIC):
+    for variant in (NOT_DYNAMIC_LONG, DAPO, NOT_DYNAMIC):
         run = runs[variant]
         for seed in range(SEEDS):
             shown = VARIANTS[variant] if seed == 0 else None
-            cost.plot(run["responses"][seed], run["accuracy"][seed], color=COLORS[variant], marker=".", label=shown)
-    cost.set(xlabel="responses sampled", ylabel="held-out accuracy, sampled", title="What dynamic sampling costs")
+            cost.plot(
+                run["responses"][seed] / 1000, run["accuracy"][seed], color=COLORS[variant], marker=".", label=shown
+            )
+    cost.set(
+        xlabel="responses sampled (thousands)", ylabel="held-out accuracy, sampled", title="What dynamic sampling costs"
+    )
     for variant in (DAPO, SEQUENCE_MEAN):
         run, color = runs[variant], COLORS[variant]
         means.plot(run["at"][0], run["accuracy"].T, color=color, lw=0.7, alpha=0.5)
@@ -167,7 +174,7 @@ def draw_entropy(left, right, runs: dict) -> None:
         right.fill_between(at, (mean - half).exp(), (mean + half).exp(), color=color, alpha=0.12, lw=0)
     right.axhline(1, color=COLORS[DAPO], label=f"1 + {BOUNDS[DAPO]}")
     left.set(yscale="log", ylabel="entropy (nats a token)", title="Clip-higher: entropy")
-    right.set(yscale="log", ylabel="entropy / DAPO's, same seed", title="Entropy by the upper bound")
+    right.set(ylabel="entropy / DAPO's, same seed", title="Entropy by the upper bound")
 
 
 def draw_gaps(axes, runs: dict) -> None:
@@ -182,16 +189,20 @@ def draw_gaps(axes, runs: dict) -> None:
         at = torch.arange(len(others)) + shift
         axes.errorbar(mean, at, xerr=half, fmt="o", color=color, ms=4, capsize=3, label=label)
     axes.axvline(0, color="tab:blue", lw=1)
-    axes.set_yticks(range(len(others)), [VARIANTS[variant] for variant in others], fontsize=9)
-    axes.invert_yaxis()
+    axes.set_yticks(range(len(others)), [VARIANTS[variant].replace(", ", ",\n") for variant in others], fontsize=9)
+    axes.set_ylim(len(others) + 1, -0.6)  # the first on top, and room for the legend
+    axes.locator_params(axis="x", nbins=5)
     axes.set(xlabel="accuracy minus DAPO's, and its 95 % interval", title="One part off at a time")
-    axes.legend(fontsize=9)
+    axes.legend(loc="lower left", fontsize=9)
     axes.grid(alpha=0.3, axis="x")
 
 
 def title(runs: dict) -> str:
     found = [runs[variant]["teach_trained"].mean() for variant in (DAPO, NOT_DYNAMIC)]
-    return f"Dynamic sampling: {found[0]:.0%} of the groups trained on teach; without it {found[1]:.0%}"
+    taught = f"With dynamic sampling {found[0]:.0%} of a batch's groups teach, without it {found[1]:.0%}"
+    mean, half = mean_and_half(runs[LOW_CLIP]["entropy"].mean(1) - runs[DAPO]["entropy"].mean(1))
+    changes = "changes" if mean.abs() > half else "does not visibly change"
+    return f"{taught}. Clip-higher {changes} the entropy"
 
 
 # ---- numbers
