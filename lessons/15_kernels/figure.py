@@ -2,7 +2,7 @@
 
     python lessons/15_kernels/figure.py
 
-Half a minute on one core; up to a gigabyte of memory. Bytes are counted, times are measured on this CPU. The floors of
+About 20 seconds of one core; up to a gigabyte of memory. Bytes are counted, times are measured on this CPU. The floors of
 an H200 are computed from its ceilings, and marked as computed.
 """
 
@@ -159,11 +159,11 @@ def of_chunked(shape: Shape) -> Work:
     return Work(chunks * (4 * head.flop + forward.flop + BACKWARD * C * V), chunks * bytes_)
 
 
-KERNELS = {  # name -> its work, color, where its label stands
-    "row pass": (of_rows, "tab:green", (8, -12)),
-    "dense, all of it": (of_dense, "tab:red", (8, -14)),
-    "chunked, all of it": (of_chunked, "tab:blue", (8, -14)),
-    "the head's product": (of_head, "k", (8, 3)),
+KERNELS = {  # name -> its work, color
+    "row pass": (of_rows, "tab:green"),
+    "dense, all of it": (of_dense, "tab:red"),
+    "chunked, all of it": (of_chunked, "tab:blue"),
+    "the head's product": (of_head, "k"),
 }
 
 
@@ -225,16 +225,13 @@ def draw(path: Path) -> None:
     cpu, seconds = measured_ceilings(), measured_seconds(ON_CPU)
     draw_roof(roof, cpu, "k", "-", "this CPU core: measured")
     draw_roof(roof, H200, "0.6", "--", "H200: computed, nothing ran there")
-    for name, (work, color, offset) in KERNELS.items():
+    for name, (work, color) in KERNELS.items():
         here, there = work(ON_CPU), work(ON_GPU)
-        rate = here.flop / seconds[name]
-        roof.plot(here.intensity, rate, "o", color=color)
-        roof.annotate(name, (here.intensity, rate), offset, textcoords="offset points", color=color, fontsize=8)
-        ceiling = attainable(there, H200)
-        roof.plot(there.intensity, ceiling, "o", color=color, mfc="w")
+        roof.plot(here.intensity, here.flop / seconds[name], "o", color=color, label=name)
+        roof.plot(there.intensity, attainable(there, H200), "o", color=color, mfc="w")
     roof.set(xscale="log", yscale="log", xlabel="arithmetic intensity (FLOP per byte of memory traffic)")
     roof.set(ylabel="FLOP/s", title=title(H200))
-    roof.legend(loc="lower right", fontsize=8)
+    roof.legend(loc="center right", bbox_to_anchor=(1, 0.56), fontsize=9)
     for axes in (memory, roof):
         axes.grid(alpha=0.3)
     shapes = f"Left: N={N}, D={D}, {CHUNK} tokens a chunk. Right, filled: {tell(ON_CPU)}; hollow: {tell(ON_GPU)}."
@@ -288,7 +285,7 @@ def roofline_table(cpu: tuple[float, float], seconds: dict[str, float]) -> str:
         " least time on an H200, computed |",
         "|" + "---|" * 6,
     ]
-    for name, (work, _, _) in KERNELS.items():
+    for name, (work, _) in KERNELS.items():
         here, there = work(ON_CPU), work(ON_GPU)
         lines.append(
             f"| {name} | {here.intensity:.1f} | {here.flop / seconds[name] / 1e9:.1f} |"
