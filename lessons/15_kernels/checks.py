@@ -98,10 +98,11 @@ def check_rows_forward(rows_forward):
         for name, one, want in zip(("log-prob", "entropy"), got, wanted, strict=True):
             require_close(one, want, f"{V} words in blocks of {block}, the first 40 and last 3 of many -inf: {name}")
         require(seen.largest <= 4 * block, f"4 rows of {V} in blocks of {block}: a tensor of {seen.largest} elements")
-    logits, targets = rows(4, 300, shift=1e4, dtype=torch.float32)
-    wanted = reference.logprob_entropy_kl(logits.double(), targets)[:2]
-    for name, one, want in zip(("log-prob", "entropy"), rows_forward(logits, targets, 32), wanted, strict=True):
-        require_close(one, want, f"logits near 10,000 in float32: {name}", tolerance=1e-5)
+    for shift in (1e4, -1e4):
+        logits, targets = rows(4, 300, shift, torch.float32)
+        wanted = reference.logprob_entropy_kl(logits.double(), targets)[:2]
+        for name, one, want in zip(("log-prob", "entropy"), rows_forward(logits, targets, 32), wanted, strict=True):
+            require_close(one, want, f"logits near {shift:,.0f} in float32: {name}", tolerance=1e-5)
 
 
 def check_merge(merge):

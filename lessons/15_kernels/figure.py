@@ -2,8 +2,8 @@
 
     python lessons/15_kernels/figure.py
 
-About 20 seconds of one core; up to a gigabyte of memory. Bytes are counted, times are measured on this CPU. The floors of
-an H200 are computed from its ceilings, and marked as computed.
+About 20 seconds of one core; up to a gigabyte of memory. Bytes are counted, times are measured on this CPU. The floors
+of an H200 are computed from its ceilings, and marked as computed.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ def draw_roof(axes, ceilings: tuple[float, float], color: str, line: str, label:
 def title(ceilings: tuple[float, float]) -> str:
     bound = [of(ON_GPU).intensity < ceilings[0] / ceilings[1] for of in (of_dense, of_chunked)]
     assert bound == [True, False]
-    return "On a GPU dense is bound by memory, chunked by arithmetic"
+    return "Computed for a GPU: dense is bound by memory, chunked by arithmetic"
 
 
 def tell(shape: Shape) -> str:
