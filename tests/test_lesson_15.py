@@ -164,7 +164,7 @@ def test_the_roofline_names_what_the_counts_say(load):
     assert "at least 0.29 ms, the product before it 1.61 ms" in PROSE
     assert (row_of("row pass", shown)[-1], row_of("the head's product", shown)[-1]) == (0.29, 1.61)
     product, copy = (float(x) for x in re.findall(r"at\s([\d.]+) G", shown.splitlines()[0]))
-    assert round(product / copy) == 4 and "bends at about 4 FLOP per byte" in PROSE
+    assert 3 <= product / copy < 4.5 and "bends at 3 to 4 FLOP per byte" in PROSE
 
 
 # ---- exercises
