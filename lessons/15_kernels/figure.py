@@ -257,7 +257,7 @@ def draw_roof(axes, ceilings: tuple[float, float], color: str, line: str, label:
 def title(ceilings: tuple[float, float]) -> str:
     bound = [of(ON_GPU).intensity < ceilings[0] / ceilings[1] for of in (of_dense, of_chunked)]
     assert bound == [True, False]
-    return "Computed for a GPU: dense is bound by memory, chunked by arithmetic"
+    return "GPU, computed: dense is bound by memory, chunked is not"
 
 
 def tell(shape: Shape) -> str:
