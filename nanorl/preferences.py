@@ -153,7 +153,7 @@ def parse_pair(line: str, tokenizer: Tokenizer) -> Pair:
         raise ValueError("prompt is empty: the first response token needs one before it")
     # An empty response would be its stop token alone; it is kept empty, and dropped and counted with the others.
     chosen, rejected = (tokenizer.encode_response(row[name]) if row[name] else [] for name in ("chosen", "rejected"))
-    return Pair(prompt, chosen, rejected, margin)
+    return Pair(prompt, chosen, rejected, None if margin is None else float(margin))
 
 
 def describe_dropped(dropped: dict[str, int]) -> str:

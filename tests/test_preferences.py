@@ -96,7 +96,7 @@ def test_a_bad_line_is_an_error_with_its_number(name, file):
         read_pairs(path, WORDS, CONTEXT)
 
 
-@pytest.mark.parametrize("margin", [10**1000, -(10**1000), 1e39])
+@pytest.mark.parametrize("margin", [10**1000, -(10**1000), 1e39], ids=["huge", "-huge", "1e39"])
 def test_a_margin_that_no_tensor_could_hold_is_an_error(margin, file):
     pairs, _ = read_pairs(file(row(margin=10**30)), WORDS, CONTEXT)
     assert batch_of(pairs)[1].isfinite().all()
