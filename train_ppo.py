@@ -213,7 +213,9 @@ def main(config: Config) -> dict:
             with run.phase("reward"), torch.no_grad():
                 mask = rollout.mask
                 scores = proxy(rollout)  # (B,)
-                cut_off = torch.tensor([finish == "length" for finish in rollout.finish], device=device)
+                cut_off = torch.tensor(
+                    [f == "length" for f in rollout.finish], device=device, dtype=scores.dtype
+                )  # (B,)
                 rollout.rewards = scores - config.missing_eos_penalty * cut_off
                 rollout.old_logprobs, entropy = score(policy, rollout)  # (B, T)
                 rollout.ref_logprobs, _ = score(reference, rollout)
