@@ -230,7 +230,7 @@ def test_the_summary_for_the_console_names_before_after_and_the_interval(monkeyp
     assert "3 held-out problems" in lines[0] and "before -> after" in lines[0]
     low, high = wilson_interval(3, 3)
     assert lines[1].split("T = 1")[1].split() == ["0.000", "->", "1.000", f"[{low:.3f},", f"{high:.3f}]"]
-    assert "0.333 -> 0.667" in lines[2] and "2.0 -> 2.3" in lines[3]
+    assert "0.333 -> 0.667" in lines[2] and "2.000 -> 2.333" in lines[3]
     assert lines[4].split() == ["pass@1", "0.167", "->", "0.833"] and lines[5].startswith("pass@2")
 
 
@@ -238,7 +238,7 @@ def test_the_summary_for_the_console_names_before_after_and_the_interval(monkeyp
 
 
 def test_gold_its_interval_and_the_proxy_are_means_over_one_response_a_problem(monkeypatch, tiny_gpt):
-    """Gold 1, 0 and 1/4: mean 5/12, variance 13/48 (ddof 1), half the interval 1.959964 sqrt(13/48 / 3) = 0.588922."""
+    """Gold 1, 0 and 1/4: mean 5/12, variance 13/48 (ddof 1), half the interval 1.959964 sqrt(13/48 / 3) = 0.588896."""
     sampler = Recorded([["a"], ["abc"], [""]], [], [])
     monkeypatch.setattr(evaluation, "Sampler", sampler)
     policy = tiny_gpt(vocab_size=4, max_context=8)
@@ -252,8 +252,8 @@ def test_gold_its_interval_and_the_proxy_are_means_over_one_response_a_problem(m
     assert found == pytest.approx(
         {
             "gold": 5 / 12,
-            "gold_low": 5 / 12 - 0.588922,
-            "gold_high": 5 / 12 + 0.588922,
+            "gold_low": 5 / 12 - 0.588896,
+            "gold_high": 5 / 12 + 0.588896,
             "proxy": 3.0,
             "kl": 0.0,
             "mean_length": (2 + 3 + 1) / 3,
@@ -271,7 +271,7 @@ def test_gold_its_interval_and_the_proxy_are_means_over_one_response_a_problem(m
 
 
 def test_the_kl_of_an_evaluation_is_summed_over_each_response_its_stop_token_included(monkeypatch, table_model):
-    """Policy: 1/2, 1/4, 1/8, 1/8 (stop); reference: uniform. "a": log 2 - log 2; "abc": log 2 + 0 - log 2; "": -log 2."""
+    """Policy 1/2, 1/4, 1/8, 1/8 (stop), reference 1/4: "aa" 2 log 2 - log 2, "abc" log 2 + 0 - log 2, "" - log 2."""
     probabilities = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64)
     policy, reference = table_model(probabilities.log().expand(8, 4)), table_model(torch.zeros(8, 4).double())
     monkeypatch.setattr(evaluation, "Sampler", Recorded([["aa"], ["abc"], [""]], [], []))
