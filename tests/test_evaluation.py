@@ -271,12 +271,12 @@ def test_gold_its_interval_and_the_proxy_are_means_over_one_response_a_problem(m
 
 
 def test_the_kl_of_an_evaluation_is_summed_over_each_response_its_stop_token_included(monkeypatch, table_model):
-    """Policy 1/2, 1/4, 1/8, 1/8 (stop), reference 1/4: "aa" 2 log 2 - log 2, "abc" log 2 + 0 - log 2, "" - log 2."""
+    """Policy 1/2, 1/4, 1/8, 1/8 (stop), reference 1/4: "aa" 2 log 2 - log 2, "aab" 2 log 2 + 0 (cut off), "" - log 2."""
     probabilities = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64)
     policy, reference = table_model(probabilities.log().expand(8, 4)), table_model(torch.zeros(8, 4).double())
-    monkeypatch.setattr(evaluation, "Sampler", Recorded([["aa"], ["abc"], [""]], [], []))
+    monkeypatch.setattr(evaluation, "Sampler", Recorded([["aa"], ["aab"], [""]], [], []))
     found = evaluate_preferred(policy, reference, lambda rollout: torch.zeros(3), Echo(), PROBLEMS, 3)
-    assert found["kl"] == pytest.approx((2 - 1 + 1 + 0 - 1 - 1) * math.log(2) / 3, abs=1e-9)
+    assert found["kl"] == pytest.approx((1 + 2 - 1) * math.log(2) / 3, abs=1e-9)
 
 
 def test_a_single_response_has_an_interval_without_bounds(monkeypatch, tiny_gpt):
