@@ -271,7 +271,7 @@ def test_gold_its_interval_and_the_proxy_are_means_over_one_response_a_problem(m
 
 
 def test_the_kl_of_an_evaluation_is_summed_over_each_response_its_stop_token_included(monkeypatch, table_model):
-    """Policy 1/2, 1/4, 1/8, 1/8 (stop), reference 1/4: "aa" 2 log 2 - log 2, "aab" 2 log 2 + 0 (cut off), "" - log 2."""
+    """Policy 1/2, 1/4, 1/8, 1/8 (stop), reference 1/4; "aa" 2 log 2 - log 2, "aab" 2 log 2 + 0 (cut off), "" - log 2"""
     probabilities = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64)
     policy, reference = table_model(probabilities.log().expand(8, 4)), table_model(torch.zeros(8, 4).double())
     monkeypatch.setattr(evaluation, "Sampler", Recorded([["aa"], ["aab"], [""]], [], []))
