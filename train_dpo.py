@@ -18,8 +18,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from nanorl import viewer
+from nanorl import preferences, viewer
 from nanorl.batch_metrics import Means
+from nanorl.errors import RunError
 from nanorl.evaluation import describe_evaluation, evaluate_preferred
 from nanorl.losses import dpo_loss, ipo_loss
 from nanorl.losses.aggregate import sequence_logprobs
@@ -40,7 +41,7 @@ from nanorl.options import (
     seed_generators,
 )
 from nanorl.plots import draw_curves
-from nanorl.preferences import Pair, batch_of, collect_pairs, describe_dropped, read_pairs, rows_of_step
+from nanorl.preferences import Pair, batch_of, collect_pairs, describe_dropped, rows_of_step
 from nanorl.rollout import Rollout
 from nanorl.run import Run
 from nanorl.scorer import score
@@ -114,6 +115,8 @@ def main(config: Config) -> dict:
     choose("labeller", config.labeller, task.labellers)
     smoothing = {"label_smoothing": config.label_smoothing, "robust": config.robust}
     loss_function, keywords = choose("loss", config.loss, {"dpo": (dpo_loss, smoothing), "ipo": (ipo_loss, {})})
+    if config.loss == "ipo" and (config.label_smoothing or config.robust):
+        raise RunError("--loss ipo knows neither --label-smoothing nor --robust: leave them away")
     dtype, device = choose("dtype", config.dtype, DTYPES), choose_device(config.device)
     at_least(config, seed=0, steps=1, batch=1, micro_batch=1, beta=1e-6, label_smoothing=0, max_new_tokens=1)
     at_least(config, learning_rate=0, warm_start_steps=0, eval_every=1, eval_problems=2, save_every=1)
@@ -125,7 +128,8 @@ def main(config: Config) -> dict:
     with checking_options():
         nothing = torch.zeros(1)
         loss_function(nothing, nothing, nothing, nothing, beta=config.beta, **keywords)  # are they possible?
-    file_pairs = None if config.pairs.isdecimal() else read_pairs(config.pairs, task.tokenizer, shape.max_context)
+    file_pairs = preferences.from_option(config.pairs, task.tokenizer, shape.max_context)
+    at_most(config, batch=len(file_pairs[0]) if file_pairs else int(config.pairs))
     policy = GPT(shape).to(device, dtype)
 
     with Run(config) as run:

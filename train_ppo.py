@@ -22,8 +22,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from nanorl import preferences, viewer
 from nanorl import reward_model as rewarding
-from nanorl import viewer
 from nanorl.advantages import gae, place_rewards, whiten
 from nanorl.batch_metrics import Means, explained_variance, token_metrics
 from nanorl.evaluation import describe_evaluation, evaluate_preferred, grade, sample_lines
@@ -46,7 +46,7 @@ from nanorl.options import (
     seed_generators,
 )
 from nanorl.plots import draw_curves
-from nanorl.preferences import collect_pairs, describe_dropped, read_pairs
+from nanorl.preferences import collect_pairs, describe_dropped
 from nanorl.reward_model import RewardModel
 from nanorl.rollout import Rollout
 from nanorl.run import Run
@@ -146,7 +146,7 @@ def main(config: Config) -> dict:
     seed_generators(config.seed)
     shape = policy_shape(task, config.size, max_new_tokens)
     given = rewarding.from_option(config.reward, shape) if config.reward else None
-    file_pairs = None if config.pairs.isdecimal() else read_pairs(config.pairs, task.tokenizer, shape.max_context)
+    file_pairs = preferences.from_option(config.pairs, task.tokenizer, shape.max_context)
     policy = GPT(shape).to(device, dtype)
 
     with Run(config) as run:
@@ -213,7 +213,9 @@ def main(config: Config) -> dict:
             with run.phase("reward"), torch.no_grad():
                 mask = rollout.mask
                 scores = proxy(rollout)  # (B,)
-                cut_off = torch.tensor([finish == "length" for finish in rollout.finish], device=device)
+                cut_off = torch.tensor(
+                    [f == "length" for f in rollout.finish], device=device, dtype=scores.dtype
+                )  # (B,)
                 rollout.rewards = scores - config.missing_eos_penalty * cut_off
                 rollout.old_logprobs, entropy = score(policy, rollout)  # (B, T)
                 rollout.ref_logprobs, _ = score(reference, rollout)
@@ -234,7 +236,8 @@ def main(config: Config) -> dict:
 
             with run.phase("update"):
                 rate = schedule(step, config.steps, decay=DECAY)
-                means, updates, norms = Means(), 0, []
+                means, updates = Means(), 0
+                norms = torch.zeros(2, device=device)  # of the gradients of policy and critic
                 moved = 0.0  # KL(old || policy) in the last update, nats a token
                 rows = torch.randperm(len(rollout), generator=torch.Generator().manual_seed(step)).tolist()
                 for update in range(config.epochs * config.mini_batches):
@@ -271,7 +274,7 @@ def main(config: Config) -> dict:
                         moved += float(metrics["kl_old"]) * token_count(part.mask) / denominator
                     if moved > config.target_kl:
                         break
-                    norms.append([o.update(loss, rate).item() for o, loss in zip(optimizers, total, strict=True)])
+                    norms += torch.stack([o.update(loss, rate) for o, loss in zip(optimizers, total, strict=True)])
                     updates += 1
 
             run.log(
@@ -290,6 +293,8 @@ def main(config: Config) -> dict:
                     **means.result(),
                     "policy_loss": total[0].item(),
                     "value_loss": total[1].item(),
+                    "grad_norm": norms[0].item() / max(1, updates),
+                    "critic_grad_norm": norms[1].item() / max(1, updates),
                     "updates": updates,
                     "learning_rate": rate * config.learning_rate,
                     **evaluated,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -56,7 +57,7 @@ def draw_accuracy(axes, steps: list[int], metrics: list[dict], points: list[tupl
 def draw_gold(axes, points: list[tuple[int, dict]]) -> None:
     at = [step for step, _ in points]
     axes.plot(at, [e["gold"] for _, e in points], color=GREEDY, marker="o", ms=4, label="gold: hidden, what is wanted")
-    low, high = ([e[key] for _, e in points] for key in ("gold_low", "gold_high"))
+    low, high = ([math.nan if e[key] is None else e[key] for _, e in points] for key in ("gold_low", "gold_high"))
     axes.fill_between(at, low, high, color=GREEDY, alpha=0.2, lw=0)
     axes.plot(at, [e["proxy"] for _, e in points], color=SAMPLED, marker="o", ms=4, label="proxy: what is trained on")
     axes.axhline(0, color=TRAINING, lw=0.8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -20,6 +19,8 @@ from nanorl.rollout import Rollout
 from nanorl.sampler import Sampler
 from nanorl.tasks.task import PreferenceTask
 from nanorl.tokenizer import Tokenizer
+
+LARGEST_MARGIN = torch.finfo(torch.float32).max  # beyond it a loss would be infinite
 
 
 @dataclass(frozen=True)
@@ -96,14 +97,26 @@ def collect_pairs(
         chosen, rejected = (first, second) if first_is_better else (second, first)
         pairs.append(Pair(rollout.prompts[first], ids[chosen], ids[rejected]))
     kept, dropped = usable(pairs, policy.config.max_context)
-    return kept, dropped | ({"equally good": undecided} if undecided else {})
+    dropped |= {"equally good": undecided} if undecided else {}
+    if not kept:
+        raise RunError(f"of {n} pairs none can be learned from (dropped: {describe_dropped(dropped)}): ask for more")
+    return kept, dropped
+
+
+def from_option(option: str, tokenizer: Tokenizer, max_context: int) -> tuple[list[Pair], dict[str, int]] | None:
+    """What `--pairs FILE` holds; None where it is the number of pairs to ask about."""
+    if not option.isdecimal():
+        return read_pairs(option, tokenizer, max_context)
+    if int(option) < 1:
+        raise RunError(f"--pairs must be at least 1, not {option}")
+    return None
 
 
 def read_pairs(path: str | Path, tokenizer: Tokenizer, max_context: int) -> tuple[list[Pair], dict[str, int]]:
     """From a JSONL file: `prompt`, `chosen`, `rejected` (texts) and, if wanted, `margin` (a number) on each line.
     Raises RunError that names the file and the line."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")  # a text may hold the other ends of lines
     except (OSError, UnicodeDecodeError) as error:
         raise RunError(f"{path} cannot be read: {error}") from None
     pairs = []
@@ -123,7 +136,7 @@ def parse_pair(line: str, tokenizer: Tokenizer) -> Pair:
     """Raises ValueError that says what is wrong with the line."""
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from None
     if not isinstance(row, dict):
         raise ValueError(f"expected an object with prompt, chosen and rejected, got {line.strip()[:60]}")
@@ -132,7 +145,7 @@ def parse_pair(line: str, tokenizer: Tokenizer) -> Pair:
             raise ValueError(f"{name} must be a text, got {row.get(name)!r}")
     margin = row.get("margin")
     if margin is not None and (
-        isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin)
+        isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= LARGEST_MARGIN
     ):
         raise ValueError(f"margin must be a number, got {margin!r}")
     prompt = tokenizer.encode_prompt(row["prompt"])
@@ -140,7 +153,7 @@ def parse_pair(line: str, tokenizer: Tokenizer) -> Pair:
         raise ValueError("prompt is empty: the first response token needs one before it")
     # An empty response would be its stop token alone; it is kept empty, and dropped and counted with the others.
     chosen, rejected = (tokenizer.encode_response(row[name]) if row[name] else [] for name in ("chosen", "rejected"))
-    return Pair(prompt, chosen, rejected, margin)
+    return Pair(prompt, chosen, rejected, None if margin is None else float(margin))
 
 
 def describe_dropped(dropped: dict[str, int]) -> str:

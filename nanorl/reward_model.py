@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from nanorl import checkpoint
+from nanorl.advantages import EQUAL
 from nanorl.errors import RunError
 from nanorl.losses import bradley_terry_loss
 from nanorl.model import GPT, GPTConfig
@@ -94,8 +95,9 @@ class RewardModel(GPT):
     def normalize(self, raw: Tensor) -> None:
         """Choose gain and bias so that these raw scores (N,) get mean 0 and standard deviation 1 (ddof 0). A score has
         no zero and no unit of its own; this gives `beta` one. Kept with the weights; done again it changes nothing."""
+        raw = raw.double()
         spread = raw.std(correction=0)
-        self.gain.copy_(1 / spread if spread > 0 else 1.0)
+        self.gain.copy_(1 / spread if spread > EQUAL * raw.abs().max() else 1.0)
         self.bias.copy_(-raw.mean() * self.gain)
 
 

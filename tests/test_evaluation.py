@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from nanorl import evaluation
-from nanorl.evaluation import describe_evaluation, evaluate, grade, pass_at_k, sample_lines, wilson_interval
+from nanorl.evaluation import (
+    describe_evaluation,
+    evaluate,
+    evaluate_preferred,
+    grade,
+    pass_at_k,
+    sample_lines,
+    wilson_interval,
+)
+from nanorl.model import frozen_copy
 from nanorl.rollout import Rollout
 from nanorl.tasks.task import Problem
 from nanorl.tokenizer import Tokenizer
@@ -221,5 +230,66 @@ def test_the_summary_for_the_console_names_before_after_and_the_interval(monkeyp
     assert "3 held-out problems" in lines[0] and "before -> after" in lines[0]
     low, high = wilson_interval(3, 3)
     assert lines[1].split("T = 1")[1].split() == ["0.000", "->", "1.000", f"[{low:.3f},", f"{high:.3f}]"]
-    assert "0.333 -> 0.667" in lines[2] and "2.0 -> 2.3" in lines[3]
+    assert "0.333 -> 0.667" in lines[2] and "2.000 -> 2.333" in lines[3]
     assert lines[4].split() == ["pass@1", "0.167", "->", "0.833"] and lines[5].startswith("pass@2")
+
+
+# ---- where nothing can be verified
+
+
+def test_gold_its_interval_and_the_proxy_are_means_over_one_response_a_problem(monkeypatch, tiny_gpt):
+    """Gold 1, 0 and 1/4: mean 5/12, variance 13/48 (ddof 1), half the interval 1.959964 sqrt(13/48 / 3) = 0.588896."""
+    sampler = Recorded([["a"], ["abc"], [""]], [], [])
+    monkeypatch.setattr(evaluation, "Sampler", sampler)
+    policy = tiny_gpt(vocab_size=4, max_context=8)
+    shown = []
+
+    def proxy(rollout):
+        shown.append(rollout)
+        return torch.tensor([1.0, 2.0, 6.0])
+
+    found = evaluate_preferred(policy, frozen_copy(policy), proxy, Echo(), PROBLEMS, 3)
+    assert found == pytest.approx(
+        {
+            "gold": 5 / 12,
+            "gold_low": 5 / 12 - 0.588896,
+            "gold_high": 5 / 12 + 0.588896,
+            "proxy": 3.0,
+            "kl": 0.0,
+            "mean_length": (2 + 3 + 1) / 3,
+            "truncated_share": 1 / 3,
+            "problems": 3,
+        },
+        abs=1e-6,
+    )
+    assert found["kl"] == 0  # a policy and its copy: exactly
+    assert len(shown) == 1 and shown[0].texts(Echo.tokenizer) == ["a", "abc", ""]
+    ((how),) = sampler.asked
+    assert how["prompts"] == [[0], [1], [2]] and how["seed"] == evaluation.EVAL_SEED
+    assert how.get("temperature", 1.0) == 1.0 and not how.get("greedy", False)
+    assert how["stop_ids"] == [Echo.tokenizer.eos_id] and how["max_new_tokens"] == 3
+
+
+def test_the_kl_of_an_evaluation_is_summed_over_each_response_its_stop_token_included(monkeypatch, table_model):
+    """Policy 1/2, 1/4, 1/8, 1/8 (stop), reference 1/4; "aa" 2 log 2 - log 2, "aab" 2 log 2 + 0 (cut off), "" - log 2"""
+    probabilities = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64)
+    policy, reference = table_model(probabilities.log().expand(8, 4)), table_model(torch.zeros(8, 4).double())
+    monkeypatch.setattr(evaluation, "Sampler", Recorded([["aa"], ["aab"], [""]], [], []))
+    found = evaluate_preferred(policy, reference, lambda rollout: torch.zeros(3), Echo(), PROBLEMS, 3)
+    assert found["kl"] == pytest.approx((1 + 2 - 1) * math.log(2) / 3, abs=1e-9)
+
+
+def test_a_single_response_has_an_interval_without_bounds(monkeypatch, tiny_gpt):
+    monkeypatch.setattr(evaluation, "Sampler", Recorded([["a"]], [], []))
+    policy = tiny_gpt(vocab_size=4, max_context=8)
+    found = evaluate_preferred(policy, policy, lambda rollout: torch.zeros(1), Echo(), PROBLEMS[:1], 3)
+    assert (found["gold"], found["gold_low"], found["gold_high"]) == (1, -math.inf, math.inf)
+
+
+def test_the_console_shows_gold_proxy_and_kl_before_and_after():
+    before = {"gold": -1.0, "gold_low": -1.5, "gold_high": -0.5, "proxy": 0.0, "kl": 0.0, "mean_length": 9.0}
+    after = {"gold": 1.25, "gold_low": 1.0, "gold_high": 1.5, "proxy": 2.0, "kl": 7.5, "mean_length": 12.0}
+    lines = describe_evaluation(before, after | {"problems": 512}).splitlines()
+    assert lines[1].split("(hidden)")[1].split() == ["-1.000", "->", "1.250", "[1.000,", "1.500]"]
+    assert "proxy score (learned)       0.000 -> 2.000" in lines[2] and "0.000 -> 7.500" in lines[3]
+    assert len(lines) == 5

@@ -86,6 +86,52 @@ def test_a_task_without_thinking_shows_the_spread_of_rewards(drawn, tmp_path):
     assert spread == [0.4, 0.4, 0.4]
 
 
+def preferred(gold: float, proxy: float, kl: float, **changes) -> dict:
+    found = {"gold": gold, "gold_low": gold - 0.25, "gold_high": gold + 0.25, "proxy": proxy, "kl": kl}
+    return found | {"mean_length": 8 + kl} | changes
+
+
+def without(line: dict, *names: str) -> dict:
+    return {name: value for name, value in line.items() if name not in names}
+
+
+def test_where_nothing_is_verified_gold_stands_beside_the_proxy_and_kl_below(drawn, tmp_path):
+    """As train_ppo.py logs it: no reward, no thinking."""
+    lines = [
+        without(line(step, **more), "reward", "reward_std", "thinks")
+        for step, more in enumerate([{"eval": preferred(-0.5, 0, 0)}, {}, {"eval": preferred(1, 2, 3)}])
+    ]
+    summary = {"steps": 3, "eval_after": preferred(0.5, 4, 9)}
+    panels, title = drawn(write_run(tmp_path, lines, summary))
+    scores = panels["held-out score (95 % interval)"]
+    assert scores["gold: hidden, what is wanted"] == ([0, 2, 3], [-0.5, 1, 0.5])
+    assert scores["proxy: what is trained on"] == ([0, 2, 3], [0, 2, 4])
+    ((x, y),) = panels["KL to the warm start (nats a response)"].values()
+    assert (x, y) == ([0, 2, 3], [0, 3, 9])
+    ((x, y),) = panels["mean response length (tokens)"].values()
+    assert (x, y) == ([0, 1, 2], [5.0, 6.0, 7.0])
+    assert "entropy (nats a token)" in panels
+    assert "Held-out gold -0.50 -> 0.50" in title and "8 -> 17 tokens" in title
+
+
+def test_a_run_that_samples_nothing_shows_the_lengths_of_its_evaluations_and_its_loss(drawn, tmp_path):
+    """As train_dpo.py logs it."""
+    evaluated = [{"eval": preferred(-0.5, 0, 0)}, {}, {"eval": preferred(1, 2, 3)}]
+    lines = [{"step": step, "loss": 0.7 - step / 10, "accuracy": 0.5} | more for step, more in enumerate(evaluated)]
+    panels, _ = drawn(write_run(tmp_path, lines))
+    ((x, y),) = panels["mean response length (tokens)"].values()
+    assert (x, y) == ([0, 2], [8, 11])
+    ((x, y),) = panels["loss (nats a pair)"].values()
+    assert (x, y) == ([0, 1, 2], pytest.approx([0.7, 0.6, 0.5]))
+
+
+def test_an_interval_without_bounds_is_left_out_of_the_picture(drawn, tmp_path):
+    """One response has none: null in the files."""
+    wide = preferred(1, 2, 3, gold_low=None, gold_high=None)
+    panels, _ = drawn(write_run(tmp_path, [line(0, eval=wide)], {"steps": 1, "eval_after": wide}))
+    assert panels["held-out score (95 % interval)"]["gold: hidden, what is wanted"] == ([0, 1], [1, 1])
+
+
 def test_a_run_that_is_still_going_can_be_drawn(drawn, tmp_path):
     panels, title = drawn(write_run(tmp_path, FINISHED))
     assert panels["accuracy (95 % interval)"]["held out, T = 1"][0] == [0, 2]

@@ -30,7 +30,17 @@ from safetensors.torch import load_file
 import train_grpo
 from nanorl import checkpoint
 from nanorl.errors import Interrupted, RunError
-from nanorl.options import at_least, at_most, choose, choose_device, command_line, newest_run, parse
+from nanorl.options import (
+    at_least,
+    at_most,
+    choose,
+    choose_device,
+    command_line,
+    describe_memory,
+    newest_run,
+    parse,
+    policy_shape,
+)
 from nanorl.run import Run, plain, write_atomically
 from nanorl.tasks.chain import ChainArithmetic
 
@@ -545,6 +555,25 @@ def test_help_explains_every_field(command, tmp_path):
 
 def test_there_are_at_most_30_options():
     assert len(fields(train_grpo.Config)) <= 30
+
+
+def test_a_policy_can_read_a_prompt_and_the_longest_response_asked_for_or_sensible():
+    task = ChainArithmetic()
+    shape = policy_shape(task, (16, 1, 2), 5)
+    assert (shape.width, shape.layers, shape.heads, shape.vocab_size) == (16, 1, 2, task.tokenizer.vocab_size)
+    assert shape.max_context == task.max_prompt_tokens + task.max_new_tokens
+    assert policy_shape(task, (16, 1, 2), 500).max_context == task.max_prompt_tokens + 500
+    with pytest.raises(RunError, match="width must be at least 1, not 0"):
+        policy_shape(task, (0, 1, 2), 5)
+
+
+def test_the_memory_of_a_model_that_learns_is_four_times_its_weights():
+    """A million weights: 4 MB in float32, with gradients and two moments 16; frozen in float64 8."""
+    learns, frozen = (torch.nn.Linear(1000, 1000, bias=False) for _ in range(2))
+    frozen.double().requires_grad_(False)
+    assert describe_memory(policy=learns, reward_model=frozen) == (
+        "memory: policy 16.0 MB (4.0 of weights, with gradients and moments), reward model 8.0 MB"
+    )
 
 
 def test_a_choice_that_exists_is_returned():

@@ -6,7 +6,7 @@ import nanorl.scorer
 from nanorl.model import frozen_copy
 from nanorl.rollout import Rollout
 from nanorl.sampler import Sampler
-from nanorl.scorer import score
+from nanorl.scorer import hidden_states, score
 from nanorl.tokenizer import Tokenizer
 
 PROMPTS = [[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [3, 3], [19, 0, 19]]
@@ -289,3 +289,51 @@ def test_trap_g2_prompt_and_response_stand_next_to_each_other_without_padding(ti
         expected = distributions(model, prompts[row], trained, 1.0)  # one row, nothing between its two parts
         for t, token in enumerate(trained):
             assert logprobs[row, t].item() == pytest.approx(expected[t, token], abs=1e-10)
+
+
+# ---- hidden states
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+@pytest.mark.parametrize("read", [None, 0, 4, 9])
+def test_state_t_is_that_of_a_plain_forward_pass_behind_the_prompt_and_t_tokens(tiny_gpt, form, read):
+    model, rollout = tiny_gpt(dtype=torch.float64, **form), given()
+    hidden = hidden_states(model, rollout, read=read)
+    last = 8 if read is None else read  # T - 1, enough to predict every token
+    assert hidden.shape == (5, last + 1, 32)
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        plain = model(torch.tensor([prompt + response]))[0, len(prompt) - 1 :]
+        for t in range(min(last, len(response)) + 1):
+            torch.testing.assert_close(hidden[row, t], plain[t], rtol=0, atol=1e-10)
+
+
+def test_the_last_token_is_read_where_it_is_asked_for_and_no_padding_before_it(tiny_gpt):
+    """In rows that end early the state behind the last token is there too, whatever stands behind it."""
+    model, rollout = tiny_gpt(dtype=torch.float64), given()
+    hidden = hidden_states(model, rollout, read=9)
+    rollout.tokens[~rollout.mask] = 19
+    changed = hidden_states(model, rollout, read=9)
+    for row, n in enumerate(rollout.lengths.tolist()):
+        assert torch.equal(changed[row, : n + 1], hidden[row, : n + 1])
+        alone = hidden_states(model, given().select([row]), read=n)
+        torch.testing.assert_close(alone[0], hidden[row, : n + 1], rtol=0, atol=1e-10)
+
+
+def test_gradients_pass_through_the_states_as_through_a_plain_forward_pass(tiny_gpt):
+    model, plain = (tiny_gpt(dtype=torch.float64) for _ in range(2))
+    hidden_states(model, given().select([0, 4]), read=5)[[0, 1], [3, 5]].square().sum().backward()
+    for row in (0, 4):
+        plain(torch.tensor([PROMPTS[row] + RESPONSES[row]]))[0, -1].square().sum().backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        if expected.grad is not None:
+            torch.testing.assert_close(found.grad, expected.grad, rtol=0, atol=1e-10)
+
+
+def test_a_response_that_fills_the_context_can_be_read_to_its_last_token(tiny_gpt):
+    model = tiny_gpt(max_context=16, dtype=torch.float64)
+    rollout = Rollout.from_responses([[7] * 14, [7] * 3], [[1, 2], [3] * 13])
+    hidden = hidden_states(model, rollout, read=13)
+    plain = model(torch.tensor([[7] * 14 + [1, 2]]))[0, -1]
+    torch.testing.assert_close(hidden[0, 2], plain, rtol=0, atol=1e-10)
+    with pytest.raises(ValueError, match="17 tokens, the model's context holds 16"):
+        hidden_states(model, Rollout.from_responses([[7] * 14], [[1, 2, 3]]), read=3)

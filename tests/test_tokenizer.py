@@ -56,6 +56,63 @@ def test_an_alphabet_that_is_empty_or_repeats_itself_is_an_error(alphabet):
         Tokenizer.characters(alphabet)
 
 
+# ---- words
+
+VOCABULARY = ["the", "plot", "was", "very", "dull", "naïve", "."]
+SPOKEN = Tokenizer.words(VOCABULARY)
+
+
+def test_words_have_the_ids_of_their_places_and_hold_the_space_before_them():
+    assert SPOKEN.encode(" the plot was dull .") == [0, 1, 2, 4, 6]
+    assert SPOKEN.decode([0, 1, 2, 4, 6]) == " the plot was dull ."
+    assert (SPOKEN.eos_id, SPOKEN.bos_id, SPOKEN.vocab_size) == (7, None, 8)
+    assert Tokenizer.words(["a"], bos=True).encode_prompt(" a") == [1, 0]
+    assert SPOKEN.encode("") == [] and SPOKEN.encode_response(" .") == [6, 7]
+    assert SPOKEN.encode(" naïve") == [5]
+
+
+@repeatable
+@given(ids=st.lists(st.integers(0, 6)))
+def test_words_come_back_from_their_text_and_no_two_of_them_merge(ids):
+    assert SPOKEN.encode(SPOKEN.decode(ids)) == ids
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("the plot", r"\['the'\]"),
+        (" thethe", r"\[' thethe'\]"),
+        (" the boring plot", r"\[' boring'\]"),
+        (" dull.", r"\[' dull\.'\]"),
+        (" The", r"\[' The'\]"),
+        (" t", r"\[' t'\]"),
+        (" the  plot", "blanks"),
+        (" the ", "blanks"),
+        (" the\n plot", "blanks"),
+        (" ", "blanks"),
+        (" <eos>", r"\[' <eos>'\]"),
+    ],
+)
+def test_what_is_no_word_of_the_vocabulary_is_an_error_that_names_it(text, named):
+    with pytest.raises(ValueError, match=rf"no token for {named} in .*knows only ' the plot was"):
+        SPOKEN.encode(text)
+
+
+@pytest.mark.parametrize("vocabulary", [[], ["a", "b", "a"]])
+def test_a_vocabulary_that_is_empty_or_repeats_itself_is_an_error(vocabulary):
+    with pytest.raises(ValueError, match="at least one word and none twice"):
+        Tokenizer.words(vocabulary)
+
+
+def test_a_tokenizer_of_words_is_saved_and_loaded(tmp_path):
+    SPOKEN.save(tmp_path / "words.json")
+    loaded = Tokenizer.load(tmp_path / "words.json")
+    assert loaded.encode(" the naïve plot .") == [0, 5, 1, 6] and loaded.eos_id == SPOKEN.eos_id
+
+
+# ---- bytes
+
+
 def test_a_byte_is_a_token():
     tokenizer = Tokenizer.bytes()
     assert tokenizer.encode("aé🙂") == list("aé🙂".encode())

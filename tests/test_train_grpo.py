@@ -18,14 +18,17 @@ from safetensors.torch import load_file
 
 import train_grpo
 from nanorl import checkpoint
+from nanorl import reward_model as rewarding
 from nanorl.algorithms import ALGORITHMS, Algorithm
 from nanorl.errors import RunError
 from nanorl.losses import grpo_loss
 from nanorl.model import GPT, GPTConfig, frozen_copy, require_separate
 from nanorl.optimizers import Optimizers
 from nanorl.options import parse
+from nanorl.reward_model import RewardModel
 from nanorl.sampler import Sampler
 from nanorl.tasks.chain import ChainArithmetic
+from nanorl.tasks.reviews import Reviews, gold
 
 TINY = {
     "size": (16, 1, 2),
@@ -785,3 +788,97 @@ def test_importance_weights_scale_each_tokens_advantage_and_the_cap_bounds_them(
         expected = plain[:, None] * torch.where(even, weight, 1.0)
         torch.testing.assert_close(advantages[mask], expected[mask], rtol=1e-5, atol=1e-6)
     assert torch.equal(old, logprobs.detach())  # the ratio starts at 1: the weights correct for the sampler, not it
+
+
+# ---- a learned reward
+
+
+@pytest.fixture
+def learned(tmp_path) -> str:
+    """`rm:DIR` of a reward model that knows nothing but tells responses apart."""
+    torch.manual_seed(3)
+    model = RewardModel(GPTConfig(Reviews.tokenizer.vocab_size, width=16, layers=1, heads=2, max_context=37))
+    torch.nn.init.normal_(model.score_weight)
+    rewarding.save(tmp_path / "learned", model, {"accuracy": 0.5})
+    return f"rm:{tmp_path / 'learned'}"
+
+
+REVIEWS = {"task": "reviews", "warm_start_steps": 0, "max_new_tokens": 10}
+
+
+def test_the_reward_is_the_reward_models_and_the_hidden_score_is_only_looked_at(train, learned, monkeypatch):
+    rollouts, generate = [], Sampler.generate
+
+    def keep(self, prompts, **how):
+        rollout = generate(self, prompts, **how)
+        if "sample_ids" in how:
+            rollouts.append(rollout)
+        return rollout
+
+    monkeypatch.setattr(Sampler, "generate", keep)
+    out = train(**REVIEWS, reward=learned, learning_rate=0.01, eval_every=2)
+    model, _ = rewarding.load(Path(learned[3:]))
+    tokenizer = Reviews.tokenizer
+    for line, rollout in zip(metrics(out), rollouts, strict=True):
+        scores = model.outcomes(rollout)
+        assert line["reward"] == pytest.approx(scores.mean().item(), rel=1e-5)
+        assert torch.equal(rollout.rewards, scores)
+        golds = [
+            gold(tokenizer.decode(p), text) for p, text in zip(rollout.prompts, rollout.texts(tokenizer), strict=True)
+        ]
+        assert line["gold"] == pytest.approx(statistics.mean(golds), abs=1e-9)
+    summary = json.loads((out / "summary.json").read_text())
+    evaluated = {"gold", "gold_low", "gold_high", "proxy", "kl", "mean_length", "truncated_share", "problems"}
+    for name in ("eval_before", "eval_after"):
+        assert summary[name].keys() == evaluated and summary[name]["problems"] == 8
+    assert summary["eval_before"]["kl"] == 0 != summary["eval_after"]["kl"]
+    assert metrics(out)[0]["kl_ref"] == 0 < metrics(out)[2]["kl_ref"]  # looked at, though beta is 0
+    again, _ = rewarding.load(Path(learned[3:]))
+    assert equal(again.state_dict(), model.state_dict())
+    assert (checkpoint.latest(out / "checkpoint") / "reference.safetensors").exists()
+    page = (Path(train_grpo.__file__).parent / "docs" / "metrics.md").read_text()
+    logged = set(metrics(out)[0]) - {"eval"} | {f"eval.{name}" for name in evaluated - {"gold_low", "gold_high"}}
+    assert logged <= set(re.findall(r"`([\w.@]+)`", page))
+
+
+@pytest.mark.parametrize("algo", ["reinforce", "gspo", "dapo", "cispo"])
+def test_every_algorithm_learns_from_a_learned_reward(algo, train, learned):
+    out = train(**REVIEWS, reward=learned, algo=algo, steps=1)
+    assert not equal(weights(out, 0), weights(out)) and math.isfinite(metrics(out)[0]["loss"])
+
+
+def test_a_run_on_a_learned_reward_resumes_bit_by_bit(train, learned):
+    chosen = REVIEWS | {"reward": learned, "steps": 4, "save_every": 2}
+    whole, cut = train(**chosen), train(**chosen)
+    shutil.rmtree(cut / "checkpoint" / "step_000004")
+    resume(cut)
+    assert equal(weights(cut), weights(whole)) and equal(weights(cut, model="reference"), weights(whole, 0))
+
+
+def test_a_single_held_out_response_has_no_interval_and_can_be_drawn(train, learned, monkeypatch):
+    from nanorl import plots
+
+    monkeypatch.setattr(train_grpo, "draw_curves", plots.draw_curves)
+    out = train(**REVIEWS, reward=learned, steps=1, eval_problems=1)
+    assert json.loads((out / "summary.json").read_text())["eval_after"]["gold_low"] is None
+    assert (out / "curves.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (
+            {"task": "reviews"},
+            r"--task reviews has no verifier: give --reward rm:DIR, the folder of a run of train_ppo",
+        ),
+        ({"task": "reviews", "reward": "xyz"}, r"--reward xyz is unknown: write rm:DIR"),
+        ({"task": "reviews", "reward": "rm:nowhere"}, r"nowhere holds no reward model"),
+        ({"task": "chain", "reward": "rm:nowhere"}, r"--task chain has a verifier: leave --reward away"),
+        ({"task": "reviews", "reward": "LEARNED", "max_new_tokens": 33}, r"reads 37 tokens .* writes 38 of 25"),
+    ],
+)
+def test_a_reward_that_cannot_be_is_an_error_before_any_work(chosen, message, train, learned, tmp_path):
+    chosen = {name: learned if value == "LEARNED" else value for name, value in chosen.items()}
+    with pytest.raises(RunError, match=message):
+        train(**chosen)
+    assert [path.name for path in tmp_path.iterdir()] == ["learned"]

@@ -115,4 +115,5 @@ class Reviews:
         difference = gold(problem.prompt, a) - gold(problem.prompt, b)
         difference += LABELLERS[labeller] * (len(a.split()) - len(b.split()))
         rng = random.Random(f"label {key}")
-        return rng.random() < 1 / (1 + math.exp(-SHARPNESS * difference)) if difference else None
+        # tanh never overflows, however bad a long response is: sigmoid(x) = (1 + tanh(x / 2)) / 2
+        return rng.random() < (1 + math.tanh(SHARPNESS * difference / 2)) / 2 if difference else None
