@@ -227,7 +227,8 @@ def main(config: Config) -> dict:
             teaching = teaching_groups(rollout.rewards, rollout.groups)
             # Where none teaches: as many others then, which the penalty and the KL term alone can move.
             chosen = teaching if len(teaching) else rollout.groups.unique()
-            return problems, rollout, described, rollout.select_groups(chosen[: config.prompts]), rounds
+            batch = rollout.select_groups(chosen[: config.prompts])
+            return problems, rollout, described, batch, rounds
 
         def look(part: Rollout, logprobs: Tensor, entropy: Tensor, means: Means) -> None:
             """What is fixed before the first update on a micro-batch, from its scores (b, T) under the policy now."""
