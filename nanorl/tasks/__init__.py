@@ -1,5 +1,6 @@
 """What to learn. A task makes problems, shows how they may be answered, and verifies answers."""
 
 from nanorl.tasks.chain import ChainArithmetic
+from nanorl.tasks.free_length import FreeLength
 
-TASKS = {"chain": ChainArithmetic}
+TASKS = {"chain": ChainArithmetic, "free_length": FreeLength}
