@@ -2,14 +2,15 @@
 
     python lessons/07_dr_grpo/figure.py
 
-Runs what is missing first: GRPO, Dr. GRPO, its two halves alone, and the standard deviation of the batch, five seeds of
-each, by nanorl.compare. About twenty minutes on two free cores. Everything is kept in runs/lesson_07.
+Runs what is missing first: GRPO, Dr. GRPO, its two halves alone, and the standard deviation of the batch, by
+nanorl.compare, five seeds of each; the first two with the default learning rate too. About half an hour on two free cores. Everything is kept in runs/lesson_07.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -24,6 +25,7 @@ from nanorl.advantages import group_advantages
 from nanorl.intervals import mean_and_half
 from nanorl.paired import plus_minus, table
 from nanorl.plots import evaluations, read_metrics, save
+from nanorl.tasks.free_length import IN_DOUBT, FreeLength
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path("lessons") / "07_dr_grpo"  # from ROOT, as the next
@@ -31,44 +33,55 @@ RUNS = Path("runs") / "lesson_07"
 SEEDS = 5
 COMMAND = f"python {HERE}/figure.py"
 OPTIONS = ["--task", "free_length", "--eval-problems", "256"]
+RATE = "--learning-rate 5e-4"  # half the default: lengths wander less, see README.md
+GRPO, DR_GRPO = f"grpo {RATE}", f"dr_grpo {RATE}"
 VARIANTS = {  # of nanorl.compare -> name here, color
-    "grpo": ("GRPO", "tab:red"),
-    f"{HERE}/only_std.py:grpo_loss": ("no division by std", "tab:orange"),
-    f"{HERE}/only_length.py:dr_grpo_loss": ("no division by length", "tab:green"),
-    "dr_grpo": ("Dr. GRPO: neither", "tab:blue"),
-    f"{HERE}/batch_std.py:dr_grpo_loss": ("no length, std of the batch", "tab:purple"),
+    GRPO: ("GRPO", "tab:red"),
+    f"{HERE}/only_std.py:grpo_loss {RATE}": ("no division by std", "tab:orange"),
+    f"{HERE}/only_length.py:dr_grpo_loss {RATE}": ("no division by length", "tab:green"),
+    DR_GRPO: ("Dr. GRPO: neither", "tab:blue"),
+    f"{HERE}/batch_std.py:dr_grpo_loss {RATE}": ("Dr. GRPO, std of the batch", "tab:purple"),
 }
+FASTER = {"grpo": "GRPO, twice the rate", "dr_grpo": "Dr. GRPO, twice the rate"}  # the default
+NAMES = {variant: shown for variant, (shown, _) in VARIANTS.items()} | FASTER
 BLOCK = 10  # steps, of all means
 SCALES = {"group": ("GRPO: divided by the group's std", "tab:red"), "none": ("Dr. GRPO: not divided", "tab:blue")}
 GROUP = 8  # responses to a problem
+LIMIT = FreeLength.max_new_tokens
 
 
 def compare() -> dict[str, list[Path]]:
     """The folders of each variant's runs, made now where they are missing."""
-    command = ["-m", "nanorl.compare", *VARIANTS, "--seeds", str(SEEDS), "--out", str(RUNS), "--", *OPTIONS]
+    command = ["-m", "nanorl.compare", *VARIANTS, *FASTER, "--seeds", str(SEEDS), "--out", str(RUNS), "--", *OPTIONS]
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
     found = json.loads((ROOT / RUNS / "compare.json").read_text())["variants"]
     return {variant["label"]: [ROOT / RUNS / name for name in variant["runs"]] for variant in found}
 
 
 def measured(folders: list[Path]) -> dict[str, torch.Tensor]:
-    """Means of blocks of steps (seeds, blocks), accuracies (seeds,), and how many of a group are right (groups,)."""
+    """Lengths in blocks of steps (seeds, blocks); at the end (seeds,); how many of a group are right (groups,)."""
     logged = [read_metrics(out) for out in folders]
     result = {}
-    for name in ("length_right", "length_wrong", "truncated_share"):
+    for name in ("length_right", "length_wrong"):
         steps = torch.tensor([[float("nan") if x[name] is None else x[name] for x in m] for m in logged])  # NaN: none
         result[name] = steps.double().unflatten(1, (-1, BLOCK)).nanmean(2)
     final = [evaluations(out, m)[-1][1] for out, m in zip(folders, logged, strict=True)]
     for name in ("accuracy", "accuracy_greedy"):
         result[name] = torch.tensor([evaluation[name] for evaluation in final], dtype=torch.float64)
-    result["right"] = torch.tensor([n for out in folders for n in right_in_groups(out)])
+    batches = [samples(out) for out in folders]
+    for name, doubt in (("length_sure", False), ("length_in_doubt", True)):
+        last = [[min(len(text) + 1, LIMIT) for text, _ in b[-1] if (IN_DOUBT in text) == doubt] for b in batches]
+        result[name] = torch.tensor([statistics.mean(lengths) for lengths in last], dtype=torch.float64)
+    rewards = torch.tensor([reward for b in batches for batch in b for _, reward in batch])
+    result["right"] = rewards.view(-1, GROUP).sum(1)
     return result
 
 
-def right_in_groups(out: Path) -> list[int]:
-    """Of each group in samples.txt, the batches at evaluations: how many of its responses are right."""
-    rewards = [int(r) for r in re.findall(r"   reward ([01])$", (out / "samples.txt").read_text(), re.M)]
-    return torch.tensor(rewards).view(-1, GROUP).sum(1).tolist()
+def samples(out: Path) -> list[list[tuple[str, int]]]:
+    """Response and reward, of each batch in samples.txt: those of the steps with an evaluation."""
+    batches = (out / "samples.txt").read_text().split("--- after ")[1:]
+    lines = (re.findall(r"= (\S*)   reward ([01])$", batch, re.M) for batch in batches)
+    return [[(text, int(reward)) for text, reward in batch] for batch in lines]
 
 
 def weight(right: int, scale: str) -> float:
@@ -86,37 +99,37 @@ def shares(right: torch.Tensor, scale: str | None) -> list[float]:
 
 def draw(path: Path) -> None:
     runs = {variant: measured(folders) for variant, folders in compare().items()}
-    figure, ((lengths, wrong), (difficulty, accuracy)) = plt.subplots(2, 2, figsize=(11, 8))
-    for variant, line in (("grpo", "-"), ("dr_grpo", "-")):
-        shown, color = VARIANTS[variant]
-        band(lengths, runs[variant]["length_wrong"], color, f"{shown}, wrong", line)
+    figure, ((lengths, gap), (difficulty, accuracy)) = plt.subplots(2, 2, figsize=(11, 8))
+    for variant, shown in ((GRPO, "GRPO"), (DR_GRPO, "Dr. GRPO")):
+        _, color = VARIANTS[variant]
+        band(lengths, runs[variant]["length_wrong"], color, f"{shown}, wrong")
         band(lengths, runs[variant]["length_right"], color, f"{shown}, right", "--")
-    for variant, (shown, color) in VARIANTS.items():
-        band(wrong, runs[variant]["length_wrong"] - runs[variant]["length_right"], color, shown)
-        values = runs[variant]["accuracy"]
-        mean, half = mean_and_half(values)
-        row = list(VARIANTS).index(variant)
-        accuracy.errorbar(mean, row, xerr=half, color=color, fmt="o", capsize=4)
-        accuracy.plot(values, [row + 0.18] * len(values), ".", color=color, alpha=0.6)
-    right = runs["grpo"]["right"]
+    for row, (variant, (shown, color)) in enumerate(VARIANTS.items()):
+        band(gap, runs[variant]["length_wrong"] - runs[variant]["length_right"], color, shown)
+        if variant != GRPO:
+            values = runs[variant]["accuracy"] - runs[GRPO]["accuracy"]
+            mean, half = mean_and_half(values)
+            accuracy.errorbar(mean, row, xerr=half, color=color, fmt="o", capsize=4)
+            accuracy.plot(values, [row + 0.2] * len(values), ".", color=color, alpha=0.6)
+            accuracy.annotate(shown, (mean, row - 0.15), ha="center", fontsize=9)
+    right = runs[GRPO]["right"]
     numbers = range(GROUP + 1)
     difficulty.bar(numbers, shares(right, None), width=0.9, color="0.85", label="share of the groups")
     for offset, (scale, (shown, color)) in zip((-0.2, 0.2), SCALES.items(), strict=True):
         at = [n + offset for n in numbers]
         difficulty.bar(at, shares(right, scale), width=0.38, color=color, label=f"of the weight, {shown}")
-    lengths.set(
-        ylabel="tokens, stop token included", title="GRPO: wrong answers grow, right ones shrink", ylim=(0, None)
-    )
-    wrong.set(ylabel="tokens", title="Wrong minus right: the division by the length does it")
-    for axes in (lengths, wrong):
+    lengths.set(ylabel="tokens, stop token included", title="Length of wrong and of right answers", ylim=(0, None))
+    gap.set(ylabel="tokens", title="Wrong minus right: only the length division matters")
+    for axes in (lengths, gap):
         axes.set(xlabel=f"step (means of {BLOCK}; batches of 128 responses)")
-        axes.legend(fontsize=9)
-    difficulty.set(xlabel=f"right answers in a group of {GROUP} (runs of GRPO)", ylabel="share")
+        axes.legend(fontsize=9, loc="upper left")
+    gap.set_ylim(top=1.6 * gap.get_ylim()[1])  # room for the legend
+    difficulty.set(xlabel=f"right answers in a group of {GROUP} (runs of GRPO)", ylabel="share", ylim=(0, 0.3))
     difficulty.set_title("The std gives groups near 0 and 8 more weight")
-    difficulty.legend(fontsize=9)
-    accuracy.set(xlabel="held-out accuracy at the end, sampled", title="What it does to accuracy")
-    accuracy.set_yticks(range(len(VARIANTS)), [shown for shown, _ in VARIANTS.values()])
-    accuracy.invert_yaxis()
+    difficulty.legend(fontsize=9, loc="upper center")
+    accuracy.set(xlabel="held-out accuracy minus GRPO's, seed by seed", title="What it does to accuracy", yticks=[])
+    accuracy.set_ylim(len(VARIANTS) - 0.5, 0.5)
+    accuracy.axvline(0, color=VARIANTS[GRPO][1])
     for axes in figure.axes:
         axes.grid(alpha=0.3)
     figure.suptitle(title(runs))
@@ -136,7 +149,7 @@ def band(axes, values: torch.Tensor, color: str, label: str, line: str = "-") ->
 
 
 def title(runs: dict) -> str:
-    grpo, dr_grpo = (runs[variant]["length_wrong"].mean(0) for variant in ("grpo", "dr_grpo"))
+    grpo, dr_grpo = (runs[variant]["length_wrong"].mean(0) for variant in (GRPO, DR_GRPO))
     return (
         f"Length of wrong answers, first to last {BLOCK} steps: GRPO {grpo[0]:.1f} to {grpo[-1]:.1f} tokens, "
         f"Dr. GRPO {dr_grpo[0]:.1f} to {dr_grpo[-1]:.1f}"
@@ -149,28 +162,30 @@ def estimate(values: torch.Tensor, sign: str = "") -> str:
     return plus_minus({"mean": mean, "half": half, "values": values.tolist()}, sign)
 
 
-HEADS = ["length, wrong", "length, right", "wrong minus right", "cut off", "accuracy, sampled", "greedy"]
+HEADS = ["length, wrong", "right", "wrong minus right", "in doubt", "sure", "accuracy, sampled", "greedy"]
 
 
 def columns(run: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """In the last block of steps, and held out at the end: (seeds,) each."""
-    wrong, right, cut = (run[name][:, -1] for name in ("length_wrong", "length_right", "truncated_share"))
-    return [wrong, right, wrong - right, cut, run["accuracy"], run["accuracy_greedy"]]
+    """In the last block of steps, in the last batch of samples.txt, and held out at the end: (seeds,) each."""
+    wrong, right = run["length_wrong"][:, -1], run["length_right"][:, -1]
+    names = ("length_in_doubt", "length_sure", "accuracy", "accuracy_greedy")
+    return [wrong, right, wrong - right, *(run[name] for name in names)]
 
 
 def results(runs: dict) -> str:
     rows = [["variant", *HEADS]]
-    for variant, (shown, _) in VARIANTS.items():
+    for variant, shown in NAMES.items():
         rows.append([shown, *map(estimate, columns(runs[variant]))])
     return table(rows)
 
 
 def differences(runs: dict) -> str:
-    """Minus GRPO, seed by seed."""
+    """Minus GRPO with the same rate, seed by seed."""
     rows = [["minus GRPO", *HEADS]]
-    for variant, (shown, _) in list(VARIANTS.items())[1:]:
-        gaps = [b - a for a, b in zip(columns(runs["grpo"]), columns(runs[variant]), strict=True)]
-        rows.append([shown, *(estimate(gap, "+") for gap in gaps)])
+    pairs = [(GRPO, variant) for variant in VARIANTS if variant != GRPO] + [("grpo", "dr_grpo")]
+    for grpo, variant in pairs:
+        gaps = [b - a for a, b in zip(columns(runs[grpo]), columns(runs[variant]), strict=True)]
+        rows.append([NAMES[variant], *(estimate(gap, "+") for gap in gaps)])
     return table(rows)
 
 
