@@ -210,6 +210,59 @@ def test_the_answers_behind_the_questions():
     assert tokens[0] == pytest.approx(-tokens[1])
 
 
+def test_what_the_lesson_says_of_its_runs_stands_in_their_tables():
+    found, gaps = {}, {}
+    for name, into in (("results", found), ("differences", gaps)):
+        for line in section(name).splitlines()[3:]:
+            label = line.strip("|").split("|")[0].strip()
+            into[label] = rows_of(label, section(name))[0]
+    wrong, apart, in_doubt, sure, accuracy = 0, 2, 3, 4, 5  # columns
+
+    def says(text: str, *numbers: tuple[float, float]) -> None:
+        """The text stands in the lesson; each number of the tables rounds to the one said."""
+        assert text in PROSE
+        for value, said in numbers:
+            digits = len(f"{said}".partition(".")[2])
+            assert round(value, digits) == said
+
+    def beyond(label: str, column: int) -> bool:
+        mean, half = gaps[label][column]
+        return abs(mean) > half
+
+    grpo, dr_grpo, fast, dr_fast = (
+        found[name] for name in ("GRPO", "Dr. GRPO: neither", "GRPO, twice the rate", "Dr. GRPO, twice the rate")
+    )
+    says("from 6 to 14.5 tokens, under Dr. GRPO they stay at 6.8", (grpo[wrong][0], 14.5), (dr_grpo[wrong][0], 6.8))
+    gap = gaps["Dr. GRPO: neither"]
+    says("the difference, -7.7 ± 3.5, is well beyond", (gap[wrong][0], -7.7), (gap[wrong][1], 3.5))
+    without_length = ("no division by length", "Dr. GRPO: neither", "Dr. GRPO, std of the batch")
+    assert all(beyond(name, column) for name in without_length for column in (wrong, apart, in_doubt))
+    assert not any(beyond("no division by std", column) for column in range(7))
+    assert all(abs(mean) < 0.3 for mean, _ in gaps["no division by std"][: sure + 1])
+    says("wrong minus right is 0.2 to 0.3 with an interval of 1: nothing")
+    for name in without_length:
+        mean, half = found[name][apart]
+        assert round(mean, 1) in (0.2, 0.3) and round(half) == 1
+    says("to 35 tokens, sure from 5.8 to 2.7", (grpo[in_doubt][0], 35), (grpo[sure][0], 2.7))
+    says("at 57 of 64 tokens", (fast[in_doubt][0], 57))
+    rows = [rows_of(f"{n}", section("groups"))[0] for n in (1, 7)]
+    says(
+        "17 % of GRPO's weight and 13 % of Dr. GRPO's",
+        *((sum(r[i][0] for r in rows), x) for i, x in ((3, 17), (4, 13))),
+    )
+    no_std = gaps["no division by std"][accuracy]
+    says("changes accuracy by +0.002 ± 0.011", (no_std[0], 0.002), (no_std[1], 0.011))
+    for (mean, half), (other, _) in zip(dr_grpo, found["Dr. GRPO, std of the batch"], strict=True):
+        assert abs(mean - other) < half / 10
+    says("With Dr. GRPO it is +0.011 ± 0.016", (gap[accuracy][0], 0.011), (gap[accuracy][1], 0.016))
+    assert not any(beyond(name, accuracy) for name in ("no division by std", *without_length))
+    gap = gaps["Dr. GRPO, twice the rate"]
+    says("twice the rate +0.023 ± 0.023", (gap[accuracy][0], 0.023), (gap[accuracy][1], 0.023))
+    says("ends at 11.0 ± 6.5", (dr_fast[wrong][0], 11.0), (dr_fast[wrong][1], 6.5))
+    says("-6.8 ± 8.2, drowns", (gap[wrong][0], -6.8), (gap[wrong][1], 8.2))
+    says("-9.4 ± 5.8, does not", (gap[apart][0], -9.4), (gap[apart][1], 5.8))
+
+
 # ---- exercises
 
 

@@ -3,7 +3,8 @@
     python lessons/07_dr_grpo/figure.py
 
 Runs what is missing first: GRPO, Dr. GRPO, its two halves alone, and the standard deviation of the batch, by
-nanorl.compare, five seeds of each; the first two with the default learning rate too. About half an hour on two free cores. Everything is kept in runs/lesson_07.
+nanorl.compare, five seeds of each; the first two with the default learning rate too. About half an hour on two free
+cores. Everything is kept in runs/lesson_07.
 """
 
 from __future__ import annotations
