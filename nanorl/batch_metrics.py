@@ -30,6 +30,12 @@ class Means:
         return {name: float(total) / self.weight if self.weight else math.nan for name, total in self.sums.items()}
 
 
+def lengths_by_answer(rewards: Tensor, lengths: Tensor) -> dict[str, float]:
+    """Mean tokens of the right responses (reward at least 1) and of the others; NaN where there is none."""
+    right, lengths = rewards >= 1, lengths.double()
+    return {"length_right": lengths[right].mean().item(), "length_wrong": lengths[~right].mean().item()}
+
+
 def rollout_metrics(rollout: Rollout, described: dict[str, list[float]]) -> dict[str, float]:
     """Rewards and lengths of one batch of rollouts."""
     rewards, lengths = rollout.rewards, rollout.lengths.double()
@@ -39,6 +45,7 @@ def rollout_metrics(rollout: Rollout, described: dict[str, list[float]]) -> dict
         "zero_variance_share": 1 - len(teaching_groups(rewards, rollout.groups)) / len(rollout.groups.unique()),
         "length": lengths.mean().item(),
         "length_max": lengths.max().item(),
+        **lengths_by_answer(rewards, lengths),
         "truncated_share": rollout.finish.count("length") / len(rollout),
         **{name: sum(values) / len(values) for name, values in described.items()},
     }

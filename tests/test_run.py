@@ -471,7 +471,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     ("arguments", "message"),
     [
         ("--algo grop", "--algo grop is unknown: choose one of grpo"),
-        ("--task sudoku", "--task sudoku is unknown: choose one of chain"),
+        ("--task sudoku", "--task sudoku is unknown: choose one of chain, free_length"),
         ("--dtype float16", "--dtype float16 is unknown: choose one of float32, float64"),
         ("--device warp", "--device warp is unknown: choose one of auto, cpu, cuda"),
         pytest.param("--device cuda", "try --device cpu", marks=no_gpu),

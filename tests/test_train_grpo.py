@@ -182,6 +182,8 @@ LOGGED = {  # trap H.3, and what the contract adds
     "zero_variance_share",
     "length",
     "length_max",
+    "length_right",
+    "length_wrong",
     "truncated_share",
     "thinks",
     "entropy",

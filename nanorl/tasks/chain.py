@@ -20,10 +20,11 @@ THINKING_SHARE = 0.28  # of the demonstrations
 OPERATIONS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 
 
-def make_problem(rng: random.Random) -> Problem:
-    numbers = [rng.choice("123456789") for _ in range(NUMBERS)]
-    operations = [rng.choice("+-*") for _ in range(NUMBERS - 1)]
-    prompt = numbers[0] + "".join(o + n for o, n in zip(operations, numbers[1:], strict=True)) + "="
+def make_problem(rng: random.Random, numbers: int = NUMBERS) -> Problem:
+    """A chain of that many numbers."""
+    drawn = [rng.choice("123456789") for _ in range(numbers)]
+    operations = [rng.choice("+-*") for _ in range(numbers - 1)]
+    prompt = drawn[0] + "".join(o + n for o, n in zip(operations, drawn[1:], strict=True)) + "="
     return Problem(prompt, work_out(prompt)[-1])
 
 
@@ -47,11 +48,11 @@ def is_held_out(problem: Problem) -> bool:
     return zlib.crc32(problem.prompt.encode()) % 8 == 0
 
 
-def draw(n: int, rng: random.Random, *, held_out: bool) -> list[Problem]:
+def draw(n: int, rng: random.Random, *, held_out: bool, numbers: int = NUMBERS) -> list[Problem]:
     """n different problems of one side of the split."""
     problems: dict[str, Problem] = {}
     while len(problems) < n:
-        problem = make_problem(rng)
+        problem = make_problem(rng, numbers)
         if is_held_out(problem) == held_out:
             problems[problem.prompt] = problem
     return list(problems.values())
