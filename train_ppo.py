@@ -91,7 +91,7 @@ class Config:
     mini_batches: int = 2
     """Updates in each of these."""
     micro_batch: int | None = None
-    """Responses scored at a time; it changes memory, not the result. Default: a mini-batch."""
+    """Responses an update scores at a time; it changes memory, not the result. Default: a mini-batch."""
     beta: float = 0.05
     """Weight of KL(policy || reference), in units of reward a nat."""
     kl_in: str = "reward"
