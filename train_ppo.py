@@ -91,7 +91,7 @@ class Config:
     mini_batches: int = 2
     """Updates in each of these."""
     micro_batch: int | None = None
-    """Responses scored at a time; it changes memory, not the result. Default: a mini-batch."""
+    """Responses an update scores at a time; it changes memory, not the result. Default: a mini-batch."""
     beta: float = 0.05
     """Weight of KL(policy || reference), in units of reward a nat."""
     kl_in: str = "reward"
@@ -154,7 +154,7 @@ def main(config: Config) -> dict:
         start_from_demonstrations(run, policy, task, config.warm_start_steps)
 
         # 2, 3 ----- what people prefer, and a model of it
-        def learn_reward() -> RewardModel:
+        def learn_reward() -> None:
             asking = {"seed": config.seed, "labeller": config.labeller, "max_new_tokens": max_new_tokens}
             pairs, dropped = file_pairs or collect_pairs(policy, task, int(config.pairs), **asking)
             fresh, _ = collect_pairs(policy, task, FRESH_PAIRS, **asking, held_out=True)
@@ -165,7 +165,6 @@ def main(config: Config) -> dict:
             model.normalize_on(fresh)
             found = rewarding.examine(model, fresh) | {"trained_on": len(pairs), "dropped": dropped}
             rewarding.save(run.out, model, found)
-            return model.requires_grad_(False)
 
         if given is None and not (run.out / rewarding.NAME).exists():
             with run.phase("reward_model"):
@@ -222,14 +221,11 @@ def main(config: Config) -> dict:
                 kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, "k1")  # (B, T)
                 rewards = place_rewards(rollout.rewards, mask)  # (B, T)
                 rewards = rewards - beta_in_reward * masked(kl, mask)
-                rollout.values, behind = critic.values(rollout)  # (B, T), (B,)
+                rollout.values, _ = critic.values(rollout)  # (B, T)
+                # A cut response was scored as it stands, so nothing is to come behind it either: with a bootstrap its
+                # score would count twice, and not to stop would pay.
                 rollout.advantages, rollout.returns = gae(
-                    rewards,
-                    rollout.values,
-                    mask,
-                    gamma=config.gamma,
-                    lam=config.lam,
-                    bootstrap=behind * cut_off,  # after a stop token there is nothing to come
+                    rewards, rollout.values, mask, gamma=config.gamma, lam=config.lam
                 )
                 rollout.advantages = whiten(rollout.advantages, mask)
                 gold, _ = grade(task, problems, rollout)  # to look at

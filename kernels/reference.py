@@ -51,7 +51,7 @@ def linear_logprob(
     ref_hidden: Tensor | None = None,
     ref_weight: Tensor | None = None,
 ):
-    """kernels.linear_logprob_kl as a formula: log-prob, entropy and KL (None without a reference); each (N,)."""
+    """kernels.linear_logprob as a formula: log-prob, entropy and KL (None without a reference); each (N,)."""
     kept = targets != ignore_index
     logits = capped(hidden[kept] @ weight.T, softcap) / temperature
     ref_logits = None

@@ -147,12 +147,13 @@ def describe_machine(model: torch.nn.Module) -> str:
 
 def describe_memory(**models: torch.nn.Module) -> str:
     """What each model's weights take, and with gradients and the optimizer's moments those that learn (two moments are
-    counted: Muon keeps one), in MB."""
+    counted: Muon keeps one; for bfloat16 all three, and the masters, are float32), in MB."""
     parts = []
     for name, model in models.items():
-        size = sum(weight.numel() * weight.element_size() for weight in model.parameters()) / 1e6
+        count, each = sum(weight.numel() for weight in model.parameters()), next(model.parameters()).element_size()
+        size, whole = each * count / 1e6, (18 if each == 2 else 4 * each) * count / 1e6  # 18: 2, and 4 times 4 beside
         learns = any(weight.requires_grad for weight in model.parameters())
-        whole = f"{4 * size:.1f} MB ({size:.1f} of weights, with gradients and moments)" if learns else f"{size:.1f} MB"
+        whole = f"{whole:.1f} MB ({size:.1f} of weights, with gradients and moments)" if learns else f"{size:.1f} MB"
         parts.append(f"{name.replace('_', ' ')} {whole}")
     return "memory: " + ", ".join(parts)
 

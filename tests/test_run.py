@@ -576,6 +576,13 @@ def test_the_memory_of_a_model_that_learns_is_four_times_its_weights():
     )
 
 
+def test_a_model_in_bfloat16_learns_with_masters_gradients_and_moments_in_float32():
+    """A million weights: 2 MB, and four times 4 MB beside them."""
+    assert describe_memory(policy=torch.nn.Linear(1000, 1000, bias=False).bfloat16()) == (
+        "memory: policy 18.0 MB (2.0 of weights, with gradients and moments)"
+    )
+
+
 def test_a_choice_that_exists_is_returned():
     assert choose("algo", "b", {"a": 1, "b": 2}) == 2
 

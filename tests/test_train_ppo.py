@@ -360,13 +360,18 @@ def test_the_score_lands_on_the_last_token_and_the_penalty_falls_on_cut_off_rows
         assert rewards[row].count_nonzero() == 1
 
 
-def test_behind_a_stop_token_nothing_is_to_come_and_behind_a_cut_what_the_critic_says(finished):
-    for (_, keywords, _), rollout in zip(finished.calls["gae"][:1], finished.rollouts, strict=False):
-        _, behind = rewarding.critic_from(finished.reward_model).values(rollout)  # the critic as it was at first
-        for row, cut in enumerate(cut_off(rollout)):
-            expected = behind[row].item() if cut else 0.0
-            assert keywords["bootstrap"][row].item() == pytest.approx(expected, abs=1e-12)
-        assert (keywords["gamma"], keywords["lam"]) == (1.0, 0.95)
+def test_a_score_is_received_once_also_by_a_response_that_was_cut_off(train, seen):
+    """The critic starts as the reward model: its value behind the last token is the score over again."""
+    train(beta=0, missing_eos_penalty=0.0, lam=1.0, dtype="float64", steps=1)
+    (_, keywords, (_, returns)), rollout = seen.calls["gae"][0], seen.rollouts[0]
+    assert 0 < sum(cut_off(rollout)) < 8 and (keywords["gamma"], keywords["lam"]) == (1.0, 1.0)
+    scores = seen.reward_model.outcomes(rollout)
+    for row, n in enumerate(rollout.lengths.tolist()):
+        assert returns[row, :n].tolist() == pytest.approx([scores[row].item()] * n, abs=1e-12)
+
+
+def test_gamma_and_lam_are_those_of_the_options(finished):
+    assert {(keywords["gamma"], keywords["lam"]) for _, keywords, _ in finished.calls["gae"]} == {(1.0, 0.95)}
 
 
 def test_values_are_those_of_the_critic_before_any_update_on_the_batch(finished):
