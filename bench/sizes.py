@@ -73,9 +73,9 @@ def make_gpt(size: Size) -> GPT:
     )
 
 
-def make_llama(size: Size):
-    """The same architecture in transformers."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def make_llama(size: Size, *, score: bool = False):
+    """The same architecture in transformers; `score`: with a head that says one number."""
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -90,8 +90,9 @@ def make_llama(size: Size):
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
+        num_labels=1,
     )
-    return LlamaForCausalLM(config)
+    return (LlamaForSequenceClassification if score else LlamaForCausalLM)(config)
 
 
 def make_prompts(size: Size, n: int) -> list[list[int]]:
