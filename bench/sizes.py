@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nanorl.model import GPT, GPTConfig
+from nanorl.model import GPT, GPTConfig, frozen_copy
+from nanorl.reward_model import RewardModel
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,22 @@ def make_gpt(size: Size) -> GPT:
             qk_norm=False,
         )
     )
+
+
+def make_reference(policy: GPT) -> GPT:
+    """Another model than the policy, or the first loss would be log 2 whatever is computed."""
+    reference = frozen_copy(policy)
+    generator = torch.Generator().manual_seed(2)
+    for weight in reference.parameters():
+        weight += 0.01 * torch.randn(weight.shape, generator=generator)
+    return reference
+
+
+def make_reward_model(size: Size) -> RewardModel:
+    """With a head that is not 0, for the same reason."""
+    model = RewardModel.from_policy(make_gpt(size))
+    torch.nn.init.normal_(model.score_weight, std=0.1, generator=torch.Generator().manual_seed(2))
+    return model
 
 
 def make_llama(size: Size, *, score: bool = False):

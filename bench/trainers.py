@@ -11,12 +11,14 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_DISABLED", "true")
 os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 import torch
 
 from bench.sizes import Size
 from nanorl.model import GPT
 
+CPU_TIME = "count the processor's seconds instead of the clock's: steadier on a busy machine"
 EOS = 2
 CONTROL = ["<pad>", "<bos>", "<eos>", "<unk>"]
 INSIDE_BLOCK = {  # ours -> Llama's in transformers
@@ -72,7 +74,9 @@ def make_tokenizer(size: Size):
     )
 
 
-def in_turns(make_trainer: Callable[[Any], Any], run: Callable[[int], object]) -> dict[str, list[float]]:
+def in_turns(
+    make_trainer: Callable[[Any], Any], run: Callable[[int], object], clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Train with `make_trainer(callback)` to its end, and after each of its steps do `run(step)`: seconds of each."""
     from transformers import PrinterCallback, TrainerCallback
 
@@ -82,13 +86,13 @@ def in_turns(make_trainer: Callable[[Any], Any], run: Callable[[int], object]) -
         def on_train_begin(self, *_, **__):
             gc.collect()
             gc.freeze()  # collections would otherwise search all that was imported, in whoever's turn it is
-            self.began = time.perf_counter()
+            self.began = clock()
 
         def on_step_end(self, args, state, *_, **__):
-            seconds["trl"].append(time.perf_counter() - self.began)
-            began = time.perf_counter()
+            seconds["trl"].append(clock() - self.began)
+            began = clock()
             run(len(seconds["nanorl"]))
-            self.began = time.perf_counter()
+            self.began = clock()
             seconds["nanorl"].append(self.began - began)
 
     trainer = make_trainer(Turns())
