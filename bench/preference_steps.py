@@ -45,7 +45,7 @@ def make_pairs(size: Size) -> list[list[Pair]]:
     generator = torch.Generator().manual_seed(1)
     words = torch.randint(4, size.vocab, (steps * n, 2, size.new - 1), generator=generator).tolist()
     prompts = make_prompts(size, steps * n)
-    pairs = [Pair(p, chosen + [EOS], rejected + [EOS]) for p, (chosen, rejected) in zip(prompts, words, strict=True)]
+    pairs = [Pair(p, [*chosen, EOS], [*rejected, EOS]) for p, (chosen, rejected) in zip(prompts, words, strict=True)]
     return [pairs[i : i + n] for i in range(0, len(pairs), n)]
 
 
