@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nanorl.model import GPT, GPTConfig
+from nanorl.model import GPT, GPTConfig, frozen_copy
+from nanorl.reward_model import RewardModel
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,25 @@ def make_gpt(size: Size) -> GPT:
     )
 
 
-def make_llama(size: Size):
-    """The same architecture in transformers."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def make_reference(policy: GPT) -> GPT:
+    """Another model than the policy, or the first loss would be log 2 whatever is computed."""
+    reference = frozen_copy(policy)
+    generator = torch.Generator().manual_seed(2)
+    for weight in reference.parameters():
+        weight += 0.01 * torch.randn(weight.shape, generator=generator)
+    return reference
+
+
+def make_reward_model(size: Size) -> RewardModel:
+    """With a head that is not 0, for the same reason."""
+    model = RewardModel.from_policy(make_gpt(size))
+    torch.nn.init.normal_(model.score_weight, std=0.1, generator=torch.Generator().manual_seed(2))
+    return model
+
+
+def make_llama(size: Size, *, score: bool = False):
+    """The same architecture in transformers; `score`: with a head that says one number."""
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -90,8 +107,9 @@ def make_llama(size: Size):
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
+        num_labels=1,
     )
-    return LlamaForCausalLM(config)
+    return (LlamaForSequenceClassification if score else LlamaForCausalLM)(config)
 
 
 def make_prompts(size: Size, n: int) -> list[list[int]]:
