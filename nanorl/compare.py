@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import hashlib
 import inspect
 import json
@@ -107,6 +108,7 @@ def digest_of(arguments: Sequence[str], code: Sequence[str | Path]) -> str:
     return digest.hexdigest()[:8]
 
 
+@functools.cache
 def meaning(source: str) -> str:
     """Of Python code: without comments, docstrings and layout, whose changes change no run."""
 

@@ -85,8 +85,7 @@ def plan(config: Config) -> Runs:
         arguments = ["--beta", f"{beta:g}", *(QUICK[method] if config.quick else [])]
         arguments += ["--task", "reviews"] if method == "GRPO" else []
         taught = bool(teachers) and method != "DPO"
-        code = [*(inspect.getsourcefile(module) for module in CODE), script]
-        name = digest_of([*arguments, teachers[0].out.name if taught else ""], code)
+        name = digest(script, [*arguments, teachers[0].out.name if taught else ""])
         found[method, beta] = []
         for seed in range(config.seeds):
             out = Path(config.out) / f"{method.lower()}-beta-{beta:g}-{name}-seed-{seed}"
@@ -95,6 +94,11 @@ def plan(config: Config) -> Runs:
             found[method, beta].append(job)
         teachers = teachers or found[method, beta]
     return found
+
+
+def digest(script: Path, arguments: Sequence[str]) -> str:
+    """Changes with all that decides a run."""
+    return digest_of(arguments, [*(inspect.getsourcefile(module) for module in CODE), script])
 
 
 # ---- best-of-n
@@ -202,36 +206,46 @@ def finding(points: Sequence[dict]) -> str:
 def draw(points: Sequence[dict], course: dict, path: Path, caption: str) -> Path:
     """Left gold against KL, right gold and proxy against steps of PPO without KL: means and 95 % intervals."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.2))
+    draw_frontier(left, points, course)
+    draw_course(right, course)
+    figure.suptitle(finding(points))
+    return save(figure, path, caption)
+
+
+def draw_frontier(axes, points: Sequence[dict], course: dict) -> None:
+    """Gold against KL: a line a method, and the way of PPO with beta 0, which leaves the picture."""
     held = [point for point in points if (point["method"], point["setting"]) != ("PPO", "beta 0")]
     for method, color in COLORS.items():
         line = sorted((p for p in held if p["method"] == method), key=lambda p: p["kl"]["mean"])
         kl, gold = ([p[name]["mean"] for p in line] for name in ("kl", "gold"))
         halves = [[p[name]["half"] or 0.0 for p in line] for name in ("gold", "kl")]
         label = "GRPO on the reward model" if method == "GRPO" else method
-        left.errorbar(kl, gold, *halves, color=color, marker="o", ms=4, lw=1.5, elinewidth=0.8, label=label)
+        axes.errorbar(kl, gold, *halves, color=color, marker="o", ms=4, lw=1.5, elinewidth=0.8, label=label)
         for x, y, point in zip(kl, gold, line, strict=True):
             text = point["setting"].removeprefix("beta ").removeprefix("n = ")
-            left.annotate(text, (x, y), (4, -11), textcoords="offset points", color=color, fontsize=8)
-    left.plot(course["kl"]["mean"], course["gold"]["mean"], ":", color="0.4", label="PPO with beta 0, as it trains")
+            axes.annotate(text, (x, y), (4, -11), textcoords="offset points", color=color, fontsize=8)
+    axes.plot(course["kl"]["mean"], course["gold"]["mean"], ":", color="0.4", label="PPO with beta 0, as it trains")
     far = max(p["kl"]["mean"] + (p["kl"]["half"] or 0.0) for p in held)
     golds = [p["gold"]["mean"] for p in held]
     room = 0.25 * (max(golds) - min(golds)) + 0.1
-    left.set_xscale("function", functions=(lambda x: np.sqrt(np.maximum(x, 0)), np.square))
-    left.set(xlim=(0, 1.2 * far), ylim=(min(golds) - room, max(golds) + room))
-    left.set(xlabel="KL to the warm start (nats a response, square-root axis)", ylabel="gold on held-out prompts")
-    left.set_title("Points: beta, or n of best-of-n (its KL an upper bound)")
+    axes.set_xscale("function", functions=(lambda x: np.sqrt(np.maximum(x, 0)), np.square))
+    axes.set(xlim=(0, 1.2 * far), ylim=(min(golds) - room, max(golds) + room))
+    axes.set(xlabel="KL to the warm start (nats a response, square-root axis)", ylabel="gold on held-out prompts")
+    axes.set_title("Points: beta, or n of best-of-n (its KL an upper bound)", fontsize=11)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", fontsize=8)
+
+
+def draw_course(axes, course: dict) -> None:
+    """Gold and proxy as training goes on."""
     for name, color in (("proxy", "tab:blue"), ("gold", "tab:orange")):
         mean, half = (np.array(course[name][key], float) for key in ("mean", "half"))
-        right.plot(course["steps"], mean, color=color, marker="o", ms=3, label=name)
-        right.fill_between(course["steps"], mean - half, mean + half, color=color, alpha=0.2, lw=0)
-    right.set(xlabel="step of PPO with beta 0", ylabel="score on held-out prompts")
-    right.set_title("Proxy: what is trained on. Gold: what is wanted")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.legend(loc="lower left", fontsize=8)
-    left.legend(loc="lower right", fontsize=8)
-    figure.suptitle(finding(points))
-    return save(figure, path, caption)
+        axes.plot(course["steps"], mean, color=color, marker="o", ms=3, label=name)
+        axes.fill_between(course["steps"], mean - half, mean + half, color=color, alpha=0.2, lw=0)
+    axes.set(xlabel="step of PPO with beta 0", ylabel="score on held-out prompts")
+    axes.set_title("Proxy: what is trained on. Gold: what is wanted", fontsize=11)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower left", fontsize=8)
 
 
 def main(config: Config) -> dict:
