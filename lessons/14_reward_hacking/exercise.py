@@ -30,8 +30,9 @@ def best_of_n_kl(n: int) -> float:
 
 
 def turning_point(kl: Tensor, gold: Tensor) -> float:
-    """For best-of-n Gao et al. 2023 fit gold - gold_0 = d (a - b d), with d = sqrt(KL). The KL at which this turns, from
-    the a and b of least squares. The first point is the policy before any optimization: KL 0, gold gold_0.
+    """Where over-optimization begins. For best-of-n Gao et al. 2023 fit gold - gold_0 = d (a - b d) with d = sqrt(KL):
+    the KL at which this curve turns, a and b by least squares. The first point is the policy before any optimization,
+    KL 0 and gold gold_0.
 
     kl, gold (points,) -> a number; inf where the fitted curve never turns
     """
