@@ -74,13 +74,13 @@ def check_turning_point(turning_point):
 def check_length_bias(length_bias):
     """rest(x) = x - mean - slope (gold - mean gold), slope = cov(x, gold) / var(gold). Then Pearson's correlation of
     rest(score) and rest(length)."""
-    gold = numbers(-2, -2, 2, 2)
+    gold = numbers(-1, -1, 3, 3)
     length = numbers(8, 12, 3, 5)  # good responses are short
-    case = "gold [-2, -2, 2, 2], length [8, 12, 3, 5]"
+    case = "gold [-1, -1, 3, 3], length [8, 12, 3, 5]"
     require_number(length_bias(gold + 0.1 * length, gold, length), 1.0, case + ", score = gold + 0.1 length")
-    even = numbers(-2.1, -1.9, 1.6, 2.4)  # what is left of gold: [-0.1, 0.1, -0.4, 0.4]
+    even = numbers(-1.1, -0.9, 2.6, 3.4)  # what is left of gold: [-0.1, 0.1, -0.4, 0.4]
     want = (0.1 * 2 * 2 + 0.4 * 1 * 2) / math.sqrt((2 * 0.01 + 2 * 0.16) * (2 * 4 + 2 * 1))
-    require_number(length_bias(even, gold, length), want, case + ", score [-2.1, -1.9, 1.6, 2.4]")
+    require_number(length_bias(even, gold, length), want, case + ", score [-1.1, -0.9, 2.6, 3.4]")
     generator = torch.Generator().manual_seed(0)
     gold, noise, length = torch.randn(3, 2000, generator=generator, dtype=torch.float64)
     length = length - 2 * gold
