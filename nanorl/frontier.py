@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,22 +23,18 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-import torch
-from torch import Tensor
 
-from nanorl import checkpoint, preferences, reward_model
+from nanorl import preferences, reward_model
+from nanorl.best_of_n import best_of_n
 from nanorl.compare import AROUND, digest_of, given_options, say, share_warm_starts, write_numbers
 from nanorl.errors import Interrupted, RunError
-from nanorl.evaluation import EVAL_SEED, grade
 from nanorl.intervals import mean_and_half
 from nanorl.losses import bradley_terry, dpo, ppo
 from nanorl.options import RUNS, at_least, command_line
 from nanorl.paired import estimate, plus_minus, round_off, table
 from nanorl.plots import evaluations, read_metrics, save
 from nanorl.processes import SCRIPT, Job, cores, run_all
-from nanorl.run import write_json
-from nanorl.sampler import Sampler
-from nanorl.tasks import Reviews, reviews
+from nanorl.tasks import reviews
 
 SCRIPTS = {"PPO": "train_ppo.py", "GRPO": "train_grpo.py", "DPO": "train_dpo.py"}
 COLORS = {"PPO": "tab:blue", "GRPO": "tab:orange", "DPO": "tab:green", "best-of-n": "tab:red"}
@@ -101,62 +96,6 @@ def digest(script: Path, arguments: Sequence[str]) -> str:
     return digest_of(arguments, [*(inspect.getsourcefile(module) for module in CODE), script])
 
 
-# ---- best-of-n
-
-
-def mean_of_best(scores: Tensor, values: Tensor, n: int) -> Tensor:
-    """The expected value of the response with the highest score among n, from a pool of N >= n of them: the mean over
-    all C(N, n) choices, so an estimate without bias. Of these the r-th lowest score is the highest in C(r - 1, n - 1).
-
-    scores, values (..., N) -> (...)
-    """
-    pool = scores.shape[-1]
-    if not 1 <= n <= pool:
-        raise ValueError(f"expected 1 <= n <= {pool}, the pool, got n = {n}")
-    weights = [math.comb(below, n - 1) / math.comb(pool, n) for below in range(pool)]
-    return values.gather(-1, scores.argsort(-1)) @ torch.tensor(weights, dtype=values.dtype)
-
-
-def kl_of_best(n: int) -> float:
-    """log n - (n - 1) / n nats, KL(best-of-n || policy): an upper bound, exact as long as the n are all different
-    (Beirami et al. 2024, arXiv:2401.01879)."""
-    return math.log(n) - (n - 1) / n
-
-
-@torch.no_grad()
-def best_of_n(run: Path, pool: int) -> list[dict]:
-    """Of each n in NS, NUMBERS on held-out prompts: `pool` responses of the policy that `run` started from to each, and
-    its reward model's choice. Kept in the run's folder."""
-    kept = run / f"best_of_n_{pool}.json"
-    if kept.exists():
-        return json.loads(kept.read_text())
-    task = Reviews()
-    options = json.loads((run / "config.json").read_text())["options"]
-    policy = checkpoint.load_model(checkpoint.complete(run / "checkpoint")[0], "reference")
-    judge, _ = reward_model.load(run)
-    problems = list({problem.prompt: problem for problem in task.held_out_problems(options["eval_problems"])}.values())
-    found = []
-    for row, problem in enumerate(problems):
-        rollout = Sampler(policy).generate(
-            [task.tokenizer.encode_prompt(problem.prompt)],
-            samples_per_prompt=pool,
-            max_new_tokens=options["max_new_tokens"] or task.max_new_tokens,
-            stop_ids=[task.tokenizer.eos_id],
-            seed=EVAL_SEED,
-            sample_ids=range(row * pool, (row + 1) * pool),
-        )
-        gold = torch.tensor(grade(task, [problem], rollout)[0], dtype=torch.float64)
-        found.append(torch.stack([gold, judge.outcomes(rollout).double(), rollout.lengths.double()]))
-    values = torch.stack(found)  # (prompts, 3, N)
-    scores = values[:, 1:2].expand_as(values)
-    result = []
-    for n in NS:
-        gold, proxy, length = mean_of_best(scores, values, n).mean(0).tolist()
-        result.append({"kl": kl_of_best(n), "gold": gold, "proxy": proxy, "mean_length": length})
-    write_json(kept, result)
-    return result
-
-
 # ---- what came out
 
 
@@ -174,7 +113,7 @@ def points_of(runs: Runs, pool: int) -> list[dict]:
             found = [{name: value for name, value in one.items() if name != "proxy"} for one in found]
         points.append(point(method, f"beta {beta:g}", found))
     teachers = next(iter(runs.values()))
-    by_n = zip(*(best_of_n(job.out, pool) for job in teachers), strict=True)
+    by_n = zip(*(best_of_n(job.out, NS, pool) for job in teachers), strict=True)
     return points + [point("best-of-n", f"n = {n}", found) for n, found in zip(NS, by_n, strict=True)]
 
 

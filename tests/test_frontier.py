@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from nanorl import frontier, processes
+from nanorl.best_of_n import kl_of_best, mean_of_best
 from nanorl.errors import Interrupted, RunError
-from nanorl.frontier import Config, draw, finding, kl_of_best, main, markdown, mean_of_best, plan
+from nanorl.frontier import Config, draw, finding, main, markdown, plan
 
 # Of one evaluation by method and beta; a seed adds a hundredth.
 GOLD = {("PPO", 0.05): 1.4, ("PPO", 0.0): -9.0, ("PPO", 0.2): 1.1, ("GRPO", 0.05): 1.0, ("GRPO", 0.2): 0.5}
@@ -38,8 +39,8 @@ def pretend(monkeypatch):
         (job.out / "summary.json").write_text(json.dumps({"steps": 100, "eval_after": found}))
         return processes.subprocess.Popen(["true"])
 
-    def best_of_n(run, pool):
-        return [{"kl": kl_of_best(n), "gold": math.log(n), "proxy": 0.5, "mean_length": 10.0} for n in frontier.NS]
+    def best_of_n(run, ns, pool):
+        return [{"kl": kl_of_best(n), "gold": math.log(n), "proxy": 0.5, "mean_length": 10.0} for n in ns]
 
     monkeypatch.setattr(processes.Job, "start", start)
     monkeypatch.setattr(processes, "LOOK", 0.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanorl.frontier import kl_of_best, mean_of_best
+from nanorl.best_of_n import kl_of_best, mean_of_best
 from nanorl.tasks.reviews import LABELLERS, gold
 
 LESSON = Path(__file__).resolve().parents[1] / "lessons" / "14_reward_hacking"
