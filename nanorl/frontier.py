@@ -118,12 +118,15 @@ def points_of(runs: Runs, pool: int) -> list[dict]:
 
 
 def course_of(jobs: Sequence[Job]) -> dict:
-    """Evaluations as training goes on: steps, and of each of NUMBERS the mean over seeds and half its interval."""
+    """Evaluations as training goes on: steps; mean, half its interval and values by seed of each of NUMBERS."""
     courses = [evaluations(job.out, read_metrics(job.out)) for job in jobs]
     course: dict = {"steps": [step for step, _ in courses[0]]}
     for name in NUMBERS:
-        mean, half = mean_and_half([[found[name] for _, found in course] for course in courses])
-        course[name] = {"mean": [round_off(x) for x in mean.tolist()], "half": [round_off(x) for x in half.tolist()]}
+        values = [[found[name] for _, found in of_seed] for of_seed in courses]
+        mean, half = (x.tolist() for x in mean_and_half(values))
+        rows = {"mean": mean, "half": half}
+        course[name] = {key: [round_off(x) for x in row] for key, row in rows.items()}
+        course[name]["values"] = [[round_off(x) for x in row] for row in values]
     return course
 
 
@@ -156,6 +159,8 @@ def draw_frontier(axes, points: Sequence[dict], course: dict) -> None:
     held = [point for point in points if (point["method"], point["setting"]) != ("PPO", "beta 0")]
     for method, color in COLORS.items():
         line = sorted((p for p in held if p["method"] == method), key=lambda p: p["kl"]["mean"])
+        if not line:
+            continue
         kl, gold = ([p[name]["mean"] for p in line] for name in ("kl", "gold"))
         halves = [[p[name]["half"] or 0.0 for p in line] for name in ("gold", "kl")]
         label = "GRPO on the reward model" if method == "GRPO" else method
@@ -176,11 +181,12 @@ def draw_frontier(axes, points: Sequence[dict], course: dict) -> None:
 
 
 def draw_course(axes, course: dict) -> None:
-    """Gold and proxy as training goes on."""
+    """Gold and proxy as training goes on: seeds thin, their mean and interval."""
     for name, color in (("proxy", "tab:blue"), ("gold", "tab:orange")):
         mean, half = (np.array(course[name][key], float) for key in ("mean", "half"))
         axes.plot(course["steps"], mean, color=color, marker="o", ms=3, label=name)
-        axes.fill_between(course["steps"], mean - half, mean + half, color=color, alpha=0.2, lw=0)
+        axes.fill_between(course["steps"], mean - half, mean + half, color=color, alpha=0.12, lw=0)
+        axes.plot(course["steps"], np.transpose(course[name]["values"]), color=color, lw=0.7, alpha=0.7)
     axes.set(xlabel="step of PPO with beta 0", ylabel="score on held-out prompts")
     axes.set_title("Proxy: what is trained on. Gold: what is wanted", fontsize=11)
     axes.grid(alpha=0.3)

@@ -143,5 +143,29 @@ def test_the_second_silent_bug_doubles_its_margin_with_twice_the_updates(load):
 
 
 def measured(cell: str) -> tuple[float, float]:
+    """Mean and half of its interval; NaN where there is none."""
     mean, _, half = cell.partition(" ± ")
-    return float(mean), float(half.split()[0]) if half else math.nan
+    return float(mean), float(half) if half else math.nan
+
+
+def test_what_the_lesson_says_of_its_runs_stands_in_their_tables():
+    frontier = {(row[0], row[1]): row[2:] for row in table_behind("<!-- frontier -->")}
+    best, ppo, dpo = (
+        [measured(cell)[0] for cell in frontier[point] if cell != "-"]
+        for point in (("best-of-n", "n = 64"), ("PPO", "beta 0.02"), ("DPO", "beta 0.05"))
+    )
+    assert "1.73 of gold at no more than 3.2 nats. PPO with beta 0.02 has 1.63 at 8.1" in PROSE
+    assert [round(x, 2) for x in (best[1], ppo[1])] == [1.73, 1.63] and [round(best[0], 1), round(ppo[0], 1)] == [
+        3.2,
+        8.1,
+    ]
+    kl, gold = (measured(cell)[0] for cell in frontier["best-of-n", "n = 16"][:2])
+    assert "where best of 16, at 1.8, has 1.36" in PROSE and (round(kl, 1), round(gold, 2)) == (1.8, 1.36)
+    assert "0.16 at 4.0 nats" in PROSE and (round(dpo[1], 2), round(dpo[0], 1)) == (0.16, 4.0)
+    (row,) = table_behind("<!-- dpo -->")
+    accuracy, _, _, length, chosen, rejected = (measured(cell)[0] for cell in row[1:])
+    assert "in 0.76 of fresh pairs" in PROSE and round(accuracy, 2) == 0.76
+    assert "6.6 tokens instead of 11.2" in PROSE and round(length, 1) == 6.6
+    assert round(measured(frontier["best-of-n", "n = 1"][3])[0], 1) == 11.2  # the warm start
+    assert "have lost 9.5 nats, rejected ones 24.4" in PROSE and (round(-chosen, 1), round(-rejected, 1)) == (9.5, 24.4)
+    assert "is about 17 nats" in PROSE and round(-(chosen + rejected) / 2) == 17

@@ -61,6 +61,34 @@ def test_the_responses_shown_have_the_gold_that_is_shown():
         assert float(shown) == pytest.approx(gold(prompt, response), abs=0.051)
 
 
+# ---- what the lesson says of its runs
+
+
+def test_what_the_lesson_says_of_its_runs_stands_in_their_tables():
+    course = {int(row[0]): [measured(cell)[0] for cell in row[1:]] for row in table_of("course")}
+    first, last = course[0], course[max(course)]
+    assert "from -0.04 to 1.78" in PROSE and (round(first[1], 2), round(last[1], 2)) == (-0.04, 1.78)
+    golds = {step: row[0] for step, row in course.items()}
+    peak = max(golds, key=golds.get)
+    assert "for ten steps, to 0.58, and then falls to -1.07" in PROSE
+    assert (peak, round(golds[peak], 2), round(last[0], 2)) == (10, 0.58, -1.07) and last[0] < first[0]
+    turns = table_of("turns")
+    free, held = ([row for row in turns if row[0] == beta] for beta in ("0", "0.02"))
+    assert "(1.23, 2.34, 1.32)" in PROSE and [row[6] for row in held] == ["1.23", "2.34", "1.32"]
+    assert "(0.64, 1.30, 0.26)" in PROSE and [row[2] for row in free] == ["0.64", "1.30", "0.26"]
+    assert all(float(a[6]) > float(b[2]) for a, b in zip(held, free, strict=True))
+    assert "at step 10 or 30, at 2 to 11 nats" in PROSE and {row[3] for row in free} == {"10", "30"}
+    assert [round(min(float(row[4]) for row in free)), round(max(float(row[4]) for row in free))] == [2, 11]
+    waits = [int(row[9]) - int(row[3]) for row in free]
+    assert "step 20 to 50, ten to twenty steps behind it" in PROSE and {min(waits), max(waits)} == {10, 20}
+    assert [row[9] for row in held] == ["40", "-", "-"]
+    labellers = {row[0]: measured(row[1]) for row in table_of("labellers")}
+    plain = [labellers[f"correlation of {name} and length"][0] for name in ("score", "gold")]
+    assert "-0.24 and -0.23" in PROSE and [round(x, 2) for x in plain] == [-0.24, -0.23]
+    mean, half = labellers["the same among responses of equal gold"]
+    assert "-0.09 ± 0.11" in PROSE and (round(mean, 2), round(half, 2)) == (-0.09, 0.11)
+
+
 # ---- exercises
 
 

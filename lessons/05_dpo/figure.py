@@ -8,6 +8,7 @@ core. Everything is kept in runs/frontier, which lesson 14 draws from as well.
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -63,7 +64,7 @@ def draw(path: Path) -> None:
     world.set(xscale="symlog", yscale="log", ylim=(1e-4, 1), xlim=(0, dpo_world.UPDATES))
     world.set(xlabel="update", ylabel="total variation to the best policy")
     world.set_title("World of 27 responses: DPO arrives", fontsize=11)
-    for (beta, outs), line in zip(dpo_runs(found).items(), LINES, strict=True):
+    for (beta, outs), line in zip(dpo_runs(found).items(), itertools.cycle(LINES), strict=False):
         for which, color in (("chosen", "tab:green"), ("rejected", "tab:red")):
             means = drifts(outs, float(beta), which).unflatten(1, (-1, BLOCK)).mean(2)  # (seeds, blocks)
             mean, half = mean_and_half(means)

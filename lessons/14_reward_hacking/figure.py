@@ -83,10 +83,11 @@ def opinions(out: Path) -> dict[str, torch.Tensor]:
 
 
 def band(axes, x, values: torch.Tensor, color: str, label: str, line: str = "-") -> None:
-    """(seeds, points): mean and interval."""
+    """(seeds, points): mean and interval, seeds thin."""
     mean, half = mean_and_half(values)
+    axes.plot(x, values.T, color=color, lw=0.7, alpha=0.5)
     axes.plot(x, mean, line, color=color, label=label)
-    axes.fill_between(x, mean - half, mean + half, color=color, alpha=0.2, lw=0)
+    axes.fill_between(x, mean - half, mean + half, color=color, alpha=0.12, lw=0)
 
 
 def draw(path: Path) -> None:
@@ -98,9 +99,10 @@ def draw(path: Path) -> None:
     for number, (beta, outs) in enumerate(runs):
         band(held, *courses([ROOT / RUNS / out for out in outs], "gold"), f"C{number}", f"beta {beta}")
     low = min(courses([ROOT / RUNS / out for out in outs], "gold")[1].mean(0).min().item() for b, outs in runs[:-1])
-    held.set(xlabel="step of PPO", ylabel="gold on held-out prompts", ylim=(low - 0.5, 2))
+    held.set(xlabel="step of PPO", ylabel="gold on held-out prompts", ylim=(low - 2, 3))
     held.set_title("What beta holds back", fontsize=11)
-    for who, color in PEOPLE.items():
+    for who in people:
+        color = PEOPLE[who]
         band(bias, (BINS[1:] + BINS[:-1]) / 2, by_length(said[who], "score"), color, f"reward model, labeller {who}")
         band(longer, *courses(people[who], "mean_length"), color, f"length, labeller {who}")
     of_gold = [{**one, "score": (one["gold"] - one["gold"].mean()) / one["gold"].std()} for one in said["gold"]]
