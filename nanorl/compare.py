@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import hashlib
 import inspect
 import json
@@ -95,13 +96,19 @@ def make_variant(label: str, common: Sequence[str]) -> Variant:
         if option in ("--seed", "--out", "--resume"):
             raise RunError(f"{option} is given to each run by the comparison: leave it away")
     arguments = [*common, *options]  # of an option given twice, the last counts
-    digest = hashlib.sha256(repr(arguments).encode())
-    for path in (SCRIPT, *code):
-        digest.update(meaning(Path(path).read_text()).encode())
     slug = re.sub(r"[^\w.-]+", "_", label)[:40].strip("_.-")
-    return Variant(label, tuple(arguments), f"{slug}-{digest.hexdigest()[:8]}")
+    return Variant(label, tuple(arguments), f"{slug}-{digest_of(arguments, [SCRIPT, *code])}")
 
 
+def digest_of(arguments: Sequence[str], code: Sequence[str | Path]) -> str:
+    """Eight digits that change with the arguments and with what the code means."""
+    digest = hashlib.sha256(repr(list(arguments)).encode())
+    for path in code:
+        digest.update(meaning(Path(path).read_text()).encode())
+    return digest.hexdigest()[:8]
+
+
+@functools.cache
 def meaning(source: str) -> str:
     """Of Python code: without comments, docstrings and layout, whose changes change no run."""
 
@@ -156,12 +163,19 @@ def main(config: Config, options: Sequence[str] = ()) -> list[dict]:
 
 def command_of(config: Config, options: Sequence[str]) -> str:
     """That does the same again."""
-    given = ["python", "-m", "nanorl.compare", *config.variants]
-    for field in dataclasses.fields(config)[1:]:
-        value = getattr(config, field.name)
-        if value != field.default:
-            given += ["--" + field.name] + ([] if value is True else [str(value)])
+    given = ["python", "-m", "nanorl.compare", *config.variants, *given_options(config)]
     return shlex.join([*given, *(["--", *options] if options else [])])
+
+
+def given_options(config) -> list[str]:
+    """The options that are not at their default, as on a command line."""
+    given = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.default is not dataclasses.MISSING and value != field.default:
+            values = [] if value is True else value if isinstance(value, tuple) else [value]
+            given += ["--" + field.name, *map(str, values)]
+    return given
 
 
 def write_numbers(path: Path, numbers: dict) -> None:

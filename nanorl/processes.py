@@ -24,12 +24,13 @@ CONSOLE = "console.txt"  # in the run's folder: what it said
 
 @dataclass(frozen=True)
 class Job:
-    """One run of train_grpo.py."""
+    """One run of a training script."""
 
     label: str
     seed: int
     out: Path
     arguments: tuple[str, ...]
+    script: Path = SCRIPT
 
     def __str__(self) -> str:
         return f"{self.label}, seed {self.seed}"
@@ -52,7 +53,7 @@ class Job:
         self.out.mkdir(parents=True, exist_ok=True)
         with open(self.out / CONSOLE, "a") as console:
             return subprocess.Popen(
-                [sys.executable, str(SCRIPT), *options, "--out", str(self.out)],
+                [sys.executable, str(self.script), *options, "--out", str(self.out)],
                 stdin=subprocess.DEVNULL,
                 stdout=console,
                 stderr=subprocess.STDOUT,

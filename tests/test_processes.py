@@ -45,14 +45,13 @@ event("ended")
 
 
 @pytest.fixture
-def jobs(tmp_path, monkeypatch):
+def jobs(tmp_path):
     """Builds jobs of a script that notes what it does, and learns nothing."""
 
     def build(*names: str, arguments: tuple[str, ...] = (), warm_start: float = 0.1) -> list[Job]:
         script = tmp_path / "script.py"
         script.write_text(SCRIPT.replace("WARM_START", str(warm_start)))
-        monkeypatch.setattr(processes, "SCRIPT", script)
-        return [Job(name[0], int(name[1:]), tmp_path / name, arguments) for name in names]
+        return [Job(name[0], int(name[1:]), tmp_path / name, arguments, script) for name in names]
 
     return build
 
@@ -130,7 +129,7 @@ def test_a_run_that_fails_ends_the_others_and_its_last_words_are_shown(jobs, tmp
 
 def test_a_run_that_ends_well_without_a_result_is_a_failure(jobs, tmp_path):
     (job,) = jobs("a0")
-    processes.SCRIPT.write_text("")
+    job.script.write_text("")
     with pytest.raises(RunError, match="a, seed 0 failed with status 0"):
         run_all([job], 1, print)
 
@@ -165,7 +164,7 @@ def test_when_interrupted_the_runs_save_and_end_and_go_on_later(number, jobs, tm
 
 def test_a_run_that_does_not_stop_in_time_is_killed(jobs, tmp_path, monkeypatch):
     (job,) = jobs("a0", arguments=("--long",))
-    processes.SCRIPT.write_text(processes.SCRIPT.read_text().replace("sys.exit(130)", "pass"))
+    job.script.write_text(job.script.read_text().replace("sys.exit(130)", "pass"))
     monkeypatch.setattr(processes, "PATIENCE", 0.2)
     process = job.start()
     while not job.warm:

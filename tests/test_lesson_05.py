@@ -1,0 +1,171 @@
+"""Lesson 05: its numbers are those of the code, and its checks refuse wrong answers."""
+
+import functools
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanorl.losses import dpo_loss, ipo_loss
+
+LESSON = Path(__file__).resolve().parents[1] / "lessons" / "05_dpo"
+README = (LESSON / "README.md").read_text()
+PROSE = " ".join(README.split())  # wherever its lines break
+
+
+@pytest.fixture
+def load(lesson_module):
+    return functools.partial(lesson_module, LESSON)
+
+
+def table_behind(text: str) -> list[list[str]]:
+    """The cells of the rows, head and rule left out, of the first table behind `text`."""
+    lines = README[README.index(text) :].splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("|"))
+    rows = []
+    for line in lines[first + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def numbers(cell: str) -> list[float]:
+    return [float(x) for x in re.findall(r"[-+]?\d+(?:\.\d+)?", cell)]
+
+
+def test_the_best_policy_and_its_worth_by_hand():
+    rows = table_behind("**By hand**: three responses")
+    assert [row[0] for row in rows] == ["2", "1", "0.5"]
+    for beta, weights, total, probs, worth in ([numbers(cell) for cell in row] for row in rows):
+        right = [p * math.exp(r / beta[0]) for p, r in zip((0.5, 0.3, 0.2), (0, 1, 2), strict=True)]
+        assert weights == pytest.approx(right, abs=5.1e-5) and total == pytest.approx([sum(right)], abs=5.1e-5)
+        assert probs == pytest.approx([w / sum(right) for w in right], abs=5.1e-5)
+        assert worth == pytest.approx([beta[0] * math.log(sum(right))], abs=5.1e-5)
+
+
+def loss_and_pull(margin: float, beta: float, loss=dpo_loss) -> tuple[float, float]:
+    """Loss of a pair with that h, and the derivative by its chosen log-prob."""
+    chosen = torch.tensor([margin], dtype=torch.float64, requires_grad=True)
+    nothing = torch.zeros(1, dtype=torch.float64)
+    value, _ = loss(chosen, nothing, nothing, nothing, beta=beta)
+    return value.item(), torch.autograd.grad(value, chosen)[0].item()
+
+
+def test_the_loss_and_its_pull_by_hand():
+    assert loss_and_pull(3.0, 0.1) == pytest.approx((0.554355, -0.042556), abs=5e-7)
+    assert loss_and_pull(0.0, 0.1) == pytest.approx((0.693147, -0.05), abs=5e-7)
+    assert [loss_and_pull(h, 0.1)[1] for h in (-30.0, 30.0)] == pytest.approx([-0.0953, -0.0047], abs=5e-5)
+    assert loss_and_pull(-0.5, 0.2) == pytest.approx((0.744397, -0.104996), abs=5e-7)  # of the questions
+    assert loss_and_pull(3.0, 0.1, ipo_loss)[0] == pytest.approx(4.0)
+    for shown in ("0.554355", "0.042556", "0.693147", "0.0953", "0.0047", "0.744397", "0.104996"):
+        assert shown in PROSE
+
+
+def test_where_dpo_and_ipo_rest_is_where_their_mean_loss_is_flat():
+    for p, dpo, ipo in table_behind("which rests at"):
+        for shown, loss in ((dpo, dpo_loss), (ipo, ipo_loss)):
+            if shown == "infinite":
+                assert float(p) == 1 and loss_and_pull(500.0, 0.1)[1] < 0  # still pulling
+                continue
+            up, down = (loss_and_pull(sign * float(shown), 0.1, loss)[1] for sign in (1, -1))
+            assert float(p) * up - (1 - float(p)) * down == pytest.approx(0.0, abs=2e-5)
+
+
+def test_dpo_arrives_at_the_best_policy_and_the_table_shows_where(load):
+    world = load("dpo_world")
+    rows = table_behind("<!-- world -->")
+    assert [float(row[0]) for row in rows] == list(world.BETAS)
+    for row, beta in zip(rows, world.BETAS, strict=True):
+        logits, distances = world.train(beta)
+        found = world.found(logits, beta)
+        assert distances[0] > 0.1 and found["off by"] < 1e-3
+        mean = (found["chosen"] + found["rejected"]) / 2
+        assert mean == pytest.approx(-found["KL(ref, pi)"], abs=1e-12)
+        expected = [found["off by"], found["reward"], found["KL"], found["chosen"], found["rejected"], mean]
+        assert [float(x) for x in row[1:7]] == pytest.approx(expected, abs=5.1e-4)
+        assert world.loss(logits, beta).item() == pytest.approx(0.5663, abs=5e-5)
+    assert "by 0.03 nats on average; with 0.3 by 1.4" in PROSE
+    assert [round(float(rows[1][4]), 2), round(float(rows[0][4]), 1)] == [-0.03, -1.4]
+
+
+# ---- exercises
+
+
+@pytest.mark.parametrize(
+    "blank, right, wrong",
+    [
+        ("best_policy", "rewards / beta", "rewards * beta"),
+        ("best_policy", "ref_probs.log() + ", ""),
+        ("best_policy", "beta * scores.logsumexp(0)", "scores.logsumexp(0)"),
+        ("dpo_loss", "(rejected - ref_rejected.detach())", "rejected"),
+        ("dpo_loss", "ref_chosen.detach()", "ref_chosen"),
+        ("dpo_loss", ".mean()", ".sum()"),
+        ("dpo_loss", "-torch.nn.functional.logsigmoid(beta * h)", "-(beta * h).sigmoid().log()"),
+        ("dpo_loss", "beta * h", "h"),
+        ("drift", "2 * ref_probs[:, None] * ref_probs * wins", "ref_probs[:, None] * ref_probs * wins"),
+        ("drift", "* wins ", "* wins.T "),
+        ("drift", "ref_probs[:, None] * ref_probs", "probs[:, None] * probs"),
+        ("resting_margins", "p.logit() / beta", "p / beta"),
+        ("resting_margins", "(2 * p - 1) / (2 * beta)", "1 / (2 * beta) + 0 * p"),
+        ("response_logprobs", "stops.cumsum(1) - stops", "stops.cumsum(1)"),
+        ("response_logprobs", "(before == 0)", "(before >= 0)"),
+        ("train_on_pairs", "logprobs - reference)[chosen]", "logprobs - logprobs.detach())[chosen]"),
+    ],
+)
+def test_the_checks_refuse_a_wrong_answer(refused, blank, right, wrong):
+    refused(LESSON, blank, right, wrong)
+
+
+def test_the_first_silent_bug_cannot_tell_a_response_that_stops_from_one_that_was_cut_off(load):
+    exercise, solution = load("exercise"), load("solution")
+    stops, cut_off = torch.tensor([[4, 5, 9]]), torch.tensor([[4, 5]])
+    logprobs = torch.tensor([[-1.0, -2.0, -3.0]])
+    wrong = [exercise.response_logprobs(logprobs[:, : t.shape[1]], t, 9).item() for t in (stops, cut_off)]
+    right = [solution.response_logprobs(logprobs[:, : t.shape[1]], t, 9).item() for t in (stops, cut_off)]
+    assert (wrong, right) == ([-3.0, -3.0], [-6.0, -3.0])
+
+
+def test_the_second_silent_bug_doubles_its_margin_with_twice_the_updates(load):
+    wrong = load("exercise").train_on_pairs
+    start, chosen, rejected = torch.zeros(3, dtype=torch.float64), torch.tensor([0]), torch.tensor([1])
+
+    def margin(updates: int) -> float:
+        trained = wrong(start, chosen, rejected, 0.5, updates=updates, learning_rate=0.1)
+        return (trained[0] - trained[1]).item()
+
+    assert margin(200) == pytest.approx(2 * margin(100)) and margin(100) > 1
+
+
+# ---- what the lesson says of its runs
+
+
+def measured(cell: str) -> tuple[float, float]:
+    """Mean and half of its interval; NaN where there is none."""
+    mean, _, half = cell.partition(" ± ")
+    return float(mean), float(half) if half else math.nan
+
+
+def test_what_the_lesson_says_of_its_runs_stands_in_their_tables():
+    frontier = {(row[0], row[1]): row[2:] for row in table_behind("<!-- frontier -->")}
+    best, ppo, dpo = (
+        [measured(cell)[0] for cell in frontier[point] if cell != "-"]
+        for point in (("best-of-n", "n = 64"), ("PPO", "beta 0.02"), ("DPO", "beta 0.05"))
+    )
+    assert "1.73 of gold at no more than 3.2 nats. PPO with beta 0.02 has 1.63 at 8.1" in PROSE
+    assert [round(x, 2) for x in (best[1], ppo[1])] == [1.73, 1.63] and [round(best[0], 1), round(ppo[0], 1)] == [
+        3.2,
+        8.1,
+    ]
+    kl, gold = (measured(cell)[0] for cell in frontier["best-of-n", "n = 16"][:2])
+    assert "where best of 16, at 1.8, has 1.36" in PROSE and (round(kl, 1), round(gold, 2)) == (1.8, 1.36)
+    assert "0.16 at 4.0 nats" in PROSE and (round(dpo[1], 2), round(dpo[0], 1)) == (0.16, 4.0)
+    (row,) = table_behind("<!-- dpo -->")
+    accuracy, _, _, length, chosen, rejected = (measured(cell)[0] for cell in row[1:])
+    assert "in 0.76 of fresh pairs" in PROSE and round(accuracy, 2) == 0.76
+    assert "6.6 tokens instead of 11.2" in PROSE and round(length, 1) == 6.6
+    assert round(measured(frontier["best-of-n", "n = 1"][3])[0], 1) == 11.2  # the warm start
+    assert "have lost 9.5 nats, rejected ones 24.4" in PROSE and (round(-chosen, 1), round(-rejected, 1)) == (9.5, 24.4)
+    assert "is about 17 nats" in PROSE and round(-(chosen + rejected) / 2) == 17
