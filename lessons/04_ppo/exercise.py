@@ -61,7 +61,7 @@ def targets_never_reached(rewards: Tensor, values: Tensor, mask: Tensor) -> tupl
     token, and the padding holds finite numbers. rewards, values, mask (B, T) -> (B, T), (B, T).
 
     The symptom: nothing crashes, and the policy's loss looks as it should. But the critic's first loss on each batch is
-    0.500, in every step of every run, whatever its learning rate. Rewards ten times as large leave it at 0.500. And the
+    0.50, in every step of every run, whatever its learning rate. Rewards ten times as large leave it at 0.50. And the
     mean of its targets is always the mean of what it says already.
     """
     reward_to_go = (rewards * mask).flip(1).cumsum(1).flip(1)  # (B, T)
