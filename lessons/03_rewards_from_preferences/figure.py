@@ -179,7 +179,7 @@ def draw(path: Path) -> None:
         xscale="log",
         xlabel="pairs to learn from",
         ylabel="accuracy on fresh pairs",
-        title="More pairs, until the labels' noise",
+        title="More pairs help; the labels' noise is not the limit",
     )
     accuracy.set_xticks(SIZES, [f"{size:,}" for size in SIZES])
     accuracy.minorticks_off()
@@ -202,7 +202,7 @@ def draw(path: Path) -> None:
     reliable.set(
         xlabel="how sure of its favourite",
         ylabel="share of these that were chosen",
-        title="Few pairs make a model too sure",
+        title="A model that knows few pairs is far too sure",
     )
     reliable.legend(loc="upper left", fontsize=9)
 
@@ -227,7 +227,7 @@ def draw(path: Path) -> None:
     scatter.set(
         xlabel="gold score of the response (hidden)",
         ylabel="learned score (mean 0)",
-        title="Parallel clouds: each prompt has a zero of its own",
+        title="Each prompt has a zero of its own",
     )
     scatter.legend(loc="upper left", fontsize=9, markerscale=5)
 
