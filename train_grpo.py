@@ -162,10 +162,10 @@ def main(config: Config) -> dict:
         options = {"beta": config.beta or None, "clip_low": config.clip_low, "clip_high": config.clip_high}
         options["max_length"] = max_new_tokens  # a keyword of dr_grpo alone
         algorithm.chosen(**options)  # an option that the loss does not have is an error
+    policy = GPT(shape).to(device, dtype)  # before another model draws from the generator: a seed, one first policy
     reward_model = choose_reward(config, shape)
     if reward_model is not None:
         reward_model.to(device, dtype)
-    policy = GPT(shape).to(device, dtype)
 
     with Run(config) as run:
         start_from_demonstrations(run, policy, task, config.warm_start_steps)

@@ -145,9 +145,9 @@ def main(config: Config) -> dict:
     torch.set_num_threads(THREADS)
     seed_generators(config.seed)
     shape = policy_shape(task, config.size, max_new_tokens)
+    policy = GPT(shape).to(device, dtype)  # before another model draws from the generator: a seed, one first policy
     given = rewarding.from_option(config.reward, shape) if config.reward else None
     file_pairs = None if config.pairs.isdecimal() else read_pairs(config.pairs, task.tokenizer, shape.max_context)
-    policy = GPT(shape).to(device, dtype)
 
     with Run(config) as run:
         # 1 -------- the first policy

@@ -2,9 +2,9 @@
 
     python lessons/03_rewards_from_preferences/figure.py
 
-Trains what is missing first: for each of three seeds the warm start of train_ppo.py and six reward models, on 250 to
-8,000 pairs, and one that reads its score in the wrong place. About ten minutes on a free core. Everything is kept in
-runs/lesson_03.
+Trains what is missing first: for each of three seeds the warm start of train_ppo.py, reward models on 250 to 8,000
+pairs, one more for twice as many steps, and for one seed one that reads its score in the wrong place. About ten minutes
+on a free core. Everything is kept in runs/lesson_03.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ SEEDS = range(3)
 SIZES = [250, 500, 1000, 2000, 8000]  # pairs to learn from, the first ones of the same list
 ASKED, FRESH = 10_000, 4000  # pairs asked for: some are dropped
 WRONG_SIZE, WRONG_SEED = 2000, 0  # pairs of the model that reads the padding, and the seed that has one
+LONGER = 2  # times the steps, for one more model on the most pairs
 SHOWN = {250: "tab:red", 1000: "tab:orange", 8000: "tab:blue"}  # in the reliability diagram
 INDICES = {  # where the score of a trained model is read -> of (rollout) the column of `scores` (B, T + 1)
     "behind the last token": lambda rollout: rollout.lengths,
@@ -73,7 +74,7 @@ def measured(seed: int) -> dict:
     done = json.loads(path.read_text()) if path.exists() else {}
     if done and done["settings"] != settings:
         sys.exit(f"{path} was made with other settings: remove it and start again")
-    wanted = [str(size) for size in SIZES] + ["indices"] + ["reads the padding"] * (seed == WRONG_SEED)
+    wanted = [str(size) for size in SIZES] + ["indices", "longer"] + ["reads the padding"] * (seed == WRONG_SEED)
     if all(name in done.get("scores", {}) for name in wanted):
         return done
 
@@ -94,9 +95,9 @@ def measured(seed: int) -> dict:
     done |= {"gold": torch.stack(golds.chunk(2), 1).tolist()}
     done |= {"lengths": torch.stack(rollout.lengths.chunk(2), 1).tolist()}
 
-    def trained(kind: type[RewardModel], size: int) -> RewardModel:
+    def trained(kind: type[RewardModel], size: int, longer: int = 1) -> RewardModel:
         model = kind.from_policy(policy)
-        train_reward_model(model, pairs[:size], steps=settings["steps"], seed=seed)
+        train_reward_model(model, pairs[:size], steps=settings["steps"] * longer, seed=seed)
         return model
 
     def keep(name: str, scores: list) -> None:
@@ -110,7 +111,9 @@ def measured(seed: int) -> dict:
             keep(str(size), scores_at(model, fresh))
             if size == SIZES[-1]:
                 keep("indices", {name: scores_at(model, fresh, index) for name, index in INDICES.items()})
-    if seed == WRONG_SEED:
+    if "longer" not in done["scores"]:
+        keep("longer", scores_at(trained(RewardModel, SIZES[-1], LONGER), fresh))
+    if seed == WRONG_SEED and "reads the padding" not in done["scores"]:
         model = trained(ReadsThePadding, WRONG_SIZE)
         padded = scores_at(model, fresh, INDICES["at the end of the padding"])
         keep("reads the padding", {"in batches": padded, "alone": scores_at(model, fresh)})
@@ -172,6 +175,9 @@ def draw(path: Path) -> None:
     accuracy.plot(SIZES, values.T, color="tab:blue", lw=0.7, alpha=0.5)
     accuracy.plot(SIZES, mean, color="tab:blue", lw=2, marker="o", ms=4, label="reward model")
     accuracy.fill_between(SIZES, mean - half, mean + half, color="tab:blue", alpha=0.2, lw=0)
+    longer = [quality(*pairs_of(d["scores"]["longer"])) for d in seeds]
+    dots = [SIZES[-1]] * len(seeds), [f["accuracy"] for f in longer]
+    accuracy.plot(*dots, "*", color="tab:purple", ms=8, alpha=0.8, label=f"{LONGER} times the steps")
     mean, half = (x.item() for x in mean_and_half([b["accuracy"] for b in best]))
     accuracy.axhline(mean, color="k", ls="--", label="knows the gold score: the best possible")
     accuracy.axhspan(mean - half, mean + half, color="k", alpha=0.1, lw=0)
@@ -236,7 +242,8 @@ def draw(path: Path) -> None:
         [[quality(*pairs_of(d["scores"]["indices"][name]))["accuracy"] for name in names] for d in seeds]
     )
     bars = where.barh(range(len(names)), shares.mean(0), color=["tab:blue", "0.65", "0.65", "0.65"])
-    where.bar_label(bars, fmt="%.3f", padding=12)
+    where.bar_label(bars, [f"{share:.3f}" if share else "" for share in shares.mean(0).tolist()], label_type="center")
+    where.text(0.02, len(names) - 1, f"{shares[:, -1].mean():.3f}: all pairs tie", va="center")
     where.plot(shares.T, torch.arange(len(names))[:, None].expand(-1, len(seeds)), "k.", ms=4)
     where.axvline(0.5, color="0.5", ls="--")
     where.set_yticks(range(len(names)), [name.replace(" the ", " the\n") for name in names])
@@ -252,7 +259,7 @@ def draw(path: Path) -> None:
     )
     save(figure, path, f"{len(SEEDS)} seeds, each thin or a dot; 95 % intervals. Drawn by: {COMMAND}")
     page = path.with_name("README.md")
-    write_between(page, "results", results(found, best))
+    write_between(page, "results", results(found, longer, best))
     write_between(page, "where", where_read(seeds))
     for line in facts(seeds):
         print(line)
@@ -269,13 +276,14 @@ def estimate(values: list[float]) -> str:
     return f"{mean:.3f} ± {half:.3f}"
 
 
-def results(found: list[dict], best: list[dict]) -> str:
+def results(found: list[dict], longer: list[dict], best: list[dict]) -> str:
     rows = [["pairs", "accuracy", "loss", "certainty off by"]]
     for size in SIZES:
         rows.append(
             [f"{size:,}", *(estimate([f[size][name] for f in found]) for name in ("accuracy", "loss", "off by"))]
         )
-    rows.append(["the best possible", *(estimate([b[name] for b in best]) for name in ("accuracy", "loss", "off by"))])
+    for name, models in ((f"{SIZES[-1]:,}, {LONGER} times the steps", longer), ("the best possible", best)):
+        rows.append([name, *(estimate([m[key] for m in models]) for key in ("accuracy", "loss", "off by"))])
     return table(rows)
 
 
