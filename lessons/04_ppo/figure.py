@@ -2,8 +2,8 @@
 
     python lessons/04_ppo/figure.py
 
-Runs what is missing first: train_ppo.py with its defaults, and three variants that share its warm start and its reward
-model. One seed; eight minutes on a free core. Everything is kept in runs/lesson_04.
+Runs what is missing first: train_ppo.py with its defaults, and four variants that share its warm start and its reward
+model. One seed; about eight minutes on a free core. Everything is kept in runs/lesson_04.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ RUNS = Path("runs") / "lesson_04"  # from ROOT
 SEED = 0
 FIRST = RUNS / "default"  # whose reward model the others share
 VARIANTS = {  # folder -> name here, color, options
-    "default": ("default: KL in the reward, lambda 0.95", "tab:blue", []),
+    "default": ("KL in the reward, lambda 0.95 (default)", "tab:blue", []),
     "kl_in_loss": ("KL in the loss", "tab:orange", ["--kl-in", "loss"]),
+    "kl_in_loss_half": ("KL in the loss, beta 0.5", "tab:purple", ["--kl-in", "loss", "--beta", "0.5"]),
     "lam_0": ("lambda 0", "tab:red", ["--lam", "0"]),
     "lam_1": ("lambda 1", "tab:green", ["--lam", "1"]),
 }
