@@ -30,7 +30,7 @@ def f64(*values: float) -> Tensor:
 
 def row_of(start: str) -> list[list[float]]:
     """The numbers of the cells behind the first one, in the only table row that begins with `start`."""
-    (row,) = (line for line in README.splitlines() if line.startswith(f"| {start} "))
+    (row,) = (line for line in README.splitlines() if re.match(rf"\| {re.escape(start)} *\|", line))
     return [[float(x) for x in re.findall(r"[-+]?\d+(?:\.\d+)?", cell)] for cell in row.strip("|").split("|")[1:]]
 
 
@@ -135,3 +135,29 @@ def test_trap_d1_the_second_silent_bug_ties_conversations_and_cut_off_responses_
 )
 def test_the_checks_refuse_a_wrong_answer(refused, blank, right, wrong):
     refused(LESSON, blank, right, wrong)
+
+
+# ---- the runs
+
+
+def test_what_the_lesson_says_of_its_runs_stands_in_their_tables():
+    def means(start: str) -> list[float]:
+        return [cell[0] for cell in row_of(start)]
+
+    def spoken(number: float, text: str) -> bool:
+        return text in PROSE and float(re.search(r"\d+\.\d+", text)[0]) == pytest.approx(number, abs=0.0051)
+
+    few, some, many, twice = (means(start) for start in ("250", "2,000", "8,000", "8,000, twice the steps"))
+    assert spoken(few[0], "From 0.70 with 250 pairs") and spoken(some[0], "to 0.85 with 2,000")
+    assert f"from {few[1]:.2f} to {some[1]:.2f}" in PROSE and few[1] / math.log(2) == pytest.approx(3, abs=0.1)
+    assert f"Certainty is off by {many[2]:.3f} instead of {some[2]:.3f}" in PROSE
+    for mean, seeds in (
+        (many[0], (0.897, 0.862, 0.843)),
+        (some[0], (0.854, 0.848, 0.849)),
+        (twice[0], (0.927, 0.930, 0.918)),
+        (means("at the end of the padding")[0], (0.749, 0.566, 0.665)),
+    ):
+        a, b, c = seeds
+        assert f"{a:.3f}, {b:.3f} and {c:.3f}" in PROSE and sum(seeds) / 3 == pytest.approx(mean, abs=6e-4)
+    assert f"the best possible is {means('the best possible')[0]:.3f}" in PROSE
+    assert means("behind the prompt") == [0.0, 0.693]

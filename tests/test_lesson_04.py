@@ -192,3 +192,24 @@ def test_a_given_reward_model_leaves_the_seeds_first_policy_as_it_is(monkeypatch
     )
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_what_the_lesson_says_of_its_runs_stands_in_their_table():
+    def numbers(start: str) -> list[float]:
+        (row,) = rows_of(start.ljust(39))
+        return [cell[0] for cell in row]
+
+    default = numbers("KL in the reward, lambda 0.95 (default)")
+    in_loss, half = numbers("KL in the loss"), numbers("KL in the loss, beta 0.5")
+    zero, one = numbers("lambda 0"), numbers("lambda 1")
+    assert f"Gold from -0.49 to {default[3]:.2f} while the proxy goes from -0.03 to {default[4]:.2f}" in PROSE
+    assert f"costs {train_ppo.Config().beta * default[5]:.2f} of those {default[4]:.2f}" in PROSE
+    assert f"talks again: {default[6]:.1f} tokens" in PROSE
+    assert f"0.59 after 10 steps, {default[7]:.2f} at the end" in PROSE and f"from 0.51 to {default[8]:.4f}" in PROSE
+    assert math.sqrt(2 * default[8]) == pytest.approx(0.07, abs=0.005)
+    assert f"Gold peaks at {max(in_loss[:4]):.2f} and ends at {in_loss[3]:.2f}" in PROSE
+    assert f"{in_loss[4]:.2f}, is the highest of all, at a KL of {in_loss[5]:.1f}" in PROSE
+    assert in_loss[4] == max(row[4] for row in (default, in_loss, half, zero, one))
+    assert f"KL {half[5]:.1f}, gold {half[3]:.2f}" in PROSE
+    assert f"It recovers, to {zero[3]:.2f}" in PROSE
+    assert f"ends at {one[3]:.2f}" in PROSE and f"{one[4]:.2f} at a KL of 6.5" in PROSE and 6.5 <= one[5] < 6.6

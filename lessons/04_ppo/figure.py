@@ -56,21 +56,24 @@ def draw(path: Path) -> None:
     for name, (shown, color, _) in VARIANTS.items():
         metrics, points = runs[name]
         steps, at = [line["step"] for line in metrics], [step for step, _ in points]
-        for key, style, label in (("gold", "-", shown), ("proxy", ":", None)):
-            score.plot(at, [e[key] for _, e in points], style, color=color, label=label, marker="o", ms=3)
+        for key, style in (("gold", "-"), ("proxy", ":")):
+            score.plot(at, [e[key] for _, e in points], style, color=color, marker="o", ms=3)
         score.fill_between(
             at, *([e[key] for _, e in points] for key in ("gold_low", "gold_high")), color=color, alpha=0.15
         )
         kl.plot(at, [e["kl"] for _, e in points], color=color, marker="o", ms=3)
         for axes, key in ((length, "length"), (variance, "explained_variance"), (loss, "value_loss")):
-            axes.plot(steps, [line[key] for line in metrics], color=color, lw=1.3)
+            axes.plot(steps, [line[key] for line in metrics], color=color, lw=1.3, label=shown)
     score.plot([], [], "0.3", label="solid: gold, hidden (95 % interval)")
     score.plot([], [], ":", color="0.3", label="dotted: proxy, what is trained on")
-    score.set(ylabel="held-out score of a response", title="Gold follows the proxy")
-    score.legend(loc="lower right", fontsize=8)
-    kl.set(ylabel="KL to the warm start (nats a response)", title="The KL settles", ylim=(0, None))
+    score.set(ylabel="held-out score of a response", title="Default: gold follows the proxy", ylim=(-1.5, None))
+    score.legend(loc="lower left", fontsize=8)
+    kl.set(
+        ylabel="KL to the warm start (nats a response)", title="The same beta in the loss holds nothing", ylim=(0, None)
+    )
     length.set(ylabel="mean response length (tokens)", ylim=(0, None), title="First say less, then say good things")
-    variance.set(ylabel="explained variance of the returns", title="The critic learns", ylim=(-0.3, 1.02))
+    variance.set(ylabel="explained variance of the returns", title="The critic learns", ylim=(-0.75, 1.02))
+    variance.legend(loc="lower right", fontsize=8)
     loss.set(ylabel="value loss", yscale="log", title="... and its loss falls by two orders")
     metrics = runs["default"][0]
     for key, color, label in (
@@ -80,7 +83,9 @@ def draw(path: Path) -> None:
     ):
         share = [100 * line[key] for line in metrics]
         clipped.plot([line["step"] for line in metrics], share, color=color, label=label, lw=1.3)
-    clipped.set(ylabel="clipped tokens (%), symlog", title="Default: the clip acts at the start", yscale="symlog")
+    clipped.set(ylabel="clipped tokens (%), linear below 1", title="Default: the clip acts at the start")
+    clipped.set_yscale("symlog", linthresh=1)
+    clipped.set_yticks([0, 1, 10, 30], ["0", "1", "10", "30"])
     clipped.set_ylim(0, None)
     clipped.legend(fontsize=8)
     for axes in figure.axes:
