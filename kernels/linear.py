@@ -9,6 +9,8 @@ against 6NDV.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -42,7 +44,7 @@ def linear_logprob(
     are 0. With `reference`, hidden states (N, D') and head (V, D') that take no gradient, a third result is
     KL(policy || reference) (N,), exact over the vocabulary. `chunk` tokens at a time (512 on a CPU, 2048 on a GPU); as
     many of their logits as fit `keep_logits_bytes` are kept for the backward pass. Raises ValueError on wrong shapes,
-    on a temperature or softcap that is not positive and on a target outside [0, V).
+    on a temperature or softcap that is not positive (the latter also: not finite) and on a target outside [0, V).
     """
     kept, kept_targets = scored_rows(hidden, weight, targets, ignore_index, temperature, softcap)
     if chunk is not None and chunk < 1:
@@ -79,14 +81,15 @@ def scored_rows(
         raise ValueError(
             f"expected hidden (N, D) and weight (V, D), got {tuple(hidden.shape)} and {tuple(weight.shape)}"
         )
-    if targets.shape != hidden.shape[:1] or targets.is_floating_point():
+    if targets.shape != hidden.shape[:1] or targets.is_floating_point() or targets.is_complex():
         raise ValueError(f"expected {len(hidden)} integer targets, got {targets.dtype} {tuple(targets.shape)}")
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, not {temperature}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive, or None for no cap, not {softcap}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be positive and finite, or None for no cap, not {softcap}")
+    targets = targets.long()  # compared in 8 bits, target 156 would be -100
     kept = (targets != ignore_index).nonzero().squeeze(1)
-    kept_targets = targets[kept].long()
+    kept_targets = targets[kept]
     if len(kept) and not (0 <= kept_targets.min() and kept_targets.max() < len(weight)):
         low, high = kept_targets.min().item(), kept_targets.max().item()
         raise ValueError(f"targets must lie in [0, {len(weight)}) or be {ignore_index}; got {low} to {high}")

@@ -257,6 +257,16 @@ def test_any_type_of_integer_serves_as_target(dtype):
     assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
 
 
+@pytest.mark.parametrize(("dtype", "target", "ignore_index"), [(torch.uint8, 156, -100), (torch.int8, 100, 356)])
+def test_a_target_equal_to_ignore_index_in_its_last_8_bits_alone_is_scored(dtype, target, ignore_index):
+    hidden, weight, _, _ = inputs(3, 4, 200, ignored=0.0)
+    wide = torch.tensor([target, 1, 2])
+    results = linear_logprob(hidden, weight, wide.to(dtype), ignore_index=ignore_index)
+    expected = linear_logprob(hidden, weight, wide)
+    assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
+    assert results[0][0] < -0.1
+
+
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_what_is_frozen_gets_no_gradient_and_the_other_its_own(frozen):
     hidden, weight, targets, upstream = inputs(9, 4, 6)
@@ -466,9 +476,9 @@ def test_where_triton_cannot_serve_torch_does_and_says_so_once(monkeypatch, capl
 # Errors.
 
 
-@pytest.mark.parametrize("wrong", [0.0, -30.0, math.nan])
-def test_a_softcap_that_is_not_positive_is_an_error_that_shows_it(wrong):
-    with pytest.raises(ValueError, match=f"softcap must be positive, or None for no cap, not {wrong}"):
+@pytest.mark.parametrize("wrong", [0.0, -30.0, math.nan, math.inf])
+def test_a_softcap_that_is_not_positive_and_finite_is_an_error_that_shows_it(wrong):
+    with pytest.raises(ValueError, match=f"softcap must be positive and finite, or None for no cap, not {wrong}"):
         linear_logprob(torch.zeros(3, 2), torch.zeros(5, 2), torch.zeros(3).long(), softcap=wrong)
 
 
@@ -478,7 +488,9 @@ def test_wrong_shapes_are_an_error_that_says_what_was_expected(hidden, weight):
         linear_logprob(torch.zeros(hidden), torch.zeros(weight), torch.zeros(hidden[0], dtype=torch.long))
 
 
-@pytest.mark.parametrize("targets", [torch.zeros(3).long(), torch.zeros(4, 1).long(), torch.zeros(4)])
+@pytest.mark.parametrize(
+    "targets", [torch.zeros(3).long(), torch.zeros(4, 1).long(), torch.zeros(4), torch.zeros(4) * 1j]
+)
 def test_wrong_targets_are_an_error_that_says_what_was_expected(targets):
     with pytest.raises(ValueError, match="expected 4 integer targets, got"):
         linear_logprob(torch.zeros(4, 3), torch.zeros(5, 3), targets)
