@@ -268,7 +268,7 @@ def main(config: Config) -> dict:
                         total += torch.stack([policy_loss, critic_loss]).detach()
                         means.add(metrics | value_metrics, token_count(part.mask))
                         moved += float(metrics["kl_old"]) * token_count(part.mask) / denominator
-                    if moved > config.target_kl:
+                    if updates and moved > config.target_kl:  # before the first, moved is rounding alone
                         break
                     norms += torch.stack([o.update(loss, rate) for o, loss in zip(optimizers, total, strict=True)])
                     updates += 1
