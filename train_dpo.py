@@ -117,6 +117,8 @@ def main(config: Config) -> dict:
     loss_function, keywords = choose("loss", config.loss, {"dpo": (dpo_loss, smoothing), "ipo": (ipo_loss, {})})
     if config.loss == "ipo" and (config.label_smoothing or config.robust):
         raise RunError("--loss ipo knows neither --label-smoothing nor --robust: leave them away")
+    if config.robust and not config.label_smoothing:
+        raise RunError("--robust corrects for a share of wrong labels: say which with --label-smoothing")
     dtype, device = choose("dtype", config.dtype, DTYPES), choose_device(config.device)
     at_least(config, seed=0, steps=1, batch=1, micro_batch=1, beta=1e-6, label_smoothing=0, max_new_tokens=1)
     at_least(config, learning_rate=0, warm_start_steps=0, eval_every=1, eval_problems=2, save_every=1)

@@ -413,6 +413,7 @@ def command(tmp_path, monkeypatch, capsys):
         ("--label-smoothing 0.6", "label_smoothing must be at least 0 and at most 0.5"),
         ("--label-smoothing -0.1", "--label-smoothing must be at least 0"),
         ("--robust --label-smoothing 0.5", "label_smoothing must be at least 0 and below 0.5"),
+        ("--robust", "--robust corrects for a share of wrong labels: say which with --label-smoothing"),
         ("--beta 0", "--beta must be at least 1e-06, not 0"),
         ("--beta nan", "--beta must be at least 1e-06, not nan"),
         ("--labeller nobody", "--labeller nobody is unknown: choose one of gold, length"),
