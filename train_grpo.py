@@ -212,6 +212,12 @@ def main(config: Config) -> dict:
                 rollout.rewards = torch.tensor(rewards, dtype=rollout.behavior_logprobs.dtype, device=device)  # (B,)
                 if reward_model is not None:  # then the task's own score is to be looked at, not to be trained on
                     described["gold"], rollout.rewards = rewards, learned_reward(rollout)
+                broken = (~rollout.rewards.isfinite()).nonzero().flatten().tolist()
+                if broken:
+                    raise RunError(
+                        f"the reward of response {broken[0]} in step {step} is {rollout.rewards[broken[0]].item()}: "
+                        "mend the reward"
+                    )
             return problems, rollout, described
 
         def collect(step: int) -> tuple[list[Problem], Rollout, dict[str, list[float]], Rollout, int]:

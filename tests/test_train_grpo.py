@@ -849,6 +849,16 @@ def test_every_algorithm_learns_from_a_learned_reward(algo, train, learned):
     assert not equal(weights(out, 0), weights(out)) and math.isfinite(metrics(out)[0]["loss"])
 
 
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_trap_a3_a_learned_reward_that_is_no_number_is_an_error_that_names_the_response(broken, train, learned):
+    model, report = rewarding.load(Path(learned[3:]))
+    model.embedding.weight.data[Reviews.tokenizer.eos_id] = broken  # read only at the end of a response that stops
+    shutil.rmtree(Path(learned[3:]))
+    rewarding.save(Path(learned[3:]), model, report)
+    with pytest.raises(RunError, match=r"the reward of response \d+ in step 0 is nan: mend the reward"):
+        train(**REVIEWS, reward=learned)
+
+
 def test_a_run_on_a_learned_reward_resumes_bit_by_bit(train, learned):
     chosen = REVIEWS | {"reward": learned, "steps": 4, "save_every": 2}
     whole, cut = train(**chosen), train(**chosen)
