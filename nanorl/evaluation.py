@@ -101,7 +101,8 @@ def describe_evaluation(before: dict, after: dict) -> str:
     def line(name: str, key: str) -> str:
         low, high = after.get(key + "_low"), after.get(key + "_high")
         interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
-        return f"{name:<28}{before[key]:.3f} -> {after[key]:.3f}{interval}"
+        first, last = ("nan" if e[key] is None else f"{e[key]:.3f}" for e in (before, after))  # see Run.finish
+        return f"{name:<28}{first} -> {last}{interval}"
 
     names = {
         "accuracy": "accuracy, sampled at T = 1",

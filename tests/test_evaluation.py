@@ -293,3 +293,11 @@ def test_the_console_shows_gold_proxy_and_kl_before_and_after():
     assert lines[1].split("(hidden)")[1].split() == ["-1.000", "->", "1.250", "[1.000,", "1.500]"]
     assert "proxy score (learned)       0.000 -> 2.000" in lines[2] and "0.000 -> 7.500" in lines[3]
     assert len(lines) == 5
+
+
+def test_a_mean_that_is_no_number_is_described_as_such_instead_of_ending_the_run_in_an_error():
+    """NaN has become None in summary.json, from which the evaluation before training is read."""
+    before = {"gold": -1.0, "proxy": None, "kl": 0.0, "mean_length": 9.0}
+    after = {"gold": 1.25, "proxy": float("nan"), "kl": None, "mean_length": 12.0, "problems": 2}
+    lines = describe_evaluation(before, after).splitlines()
+    assert "nan -> nan" in lines[2] and "0.000 -> nan" in lines[3]
