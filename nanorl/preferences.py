@@ -116,7 +116,7 @@ def read_pairs(path: str | Path, tokenizer: Tokenizer, max_context: int) -> tupl
     """From a JSONL file: `prompt`, `chosen`, `rejected` (texts) and, if wanted, `margin` (a number) on each line.
     Raises RunError that names the file and the line."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")  # a text may hold the other ends of lines
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # a text may hold the other ends of lines
     except (OSError, UnicodeDecodeError) as error:
         raise RunError(f"{path} cannot be read: {error}") from None
     pairs = []

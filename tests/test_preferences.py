@@ -55,6 +55,11 @@ def test_the_last_line_needs_no_end_and_lines_may_end_as_on_windows(tmp_path):
     assert len(read_pairs(tmp_path / "a.jsonl", WORDS, CONTEXT)[0]) == 2
 
 
+def test_a_file_may_begin_with_the_mark_that_windows_puts_there(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + f"{row()}\r\n".encode())
+    assert len(read_pairs(tmp_path / "a.jsonl", WORDS, CONTEXT)[0]) == 1
+
+
 def test_a_text_may_hold_characters_that_python_takes_for_ends_of_lines(tmp_path):
     path, text = tmp_path / "a.jsonl", "one\u2028two\u0085three"
     pair = {"prompt": "p", "chosen": text, "rejected": "no"}
