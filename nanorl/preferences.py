@@ -32,12 +32,13 @@ class Pair:
 
 
 def batch_of(pairs: Sequence[Pair], device: torch.device | str = "cpu") -> tuple[Rollout, Tensor | None]:
-    """(2 B responses: the chosen ones, then the rejected ones; margins (B,) or None)."""
+    """(2 B responses: the chosen ones, then the rejected ones; margins (B,) in float64, or None)."""
     rollout = Rollout.from_responses(
         [pair.prompt for pair in pairs] * 2, [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
     )
     margins = [pair.margin or 0.0 for pair in pairs]
-    return rollout.to(device), torch.tensor(margins, device=device) if any(margins) else None
+    margins = torch.tensor(margins, dtype=torch.float64, device=device) if any(margins) else None
+    return rollout.to(device), margins
 
 
 def rows_of_step(step: int, n: int, batch: int, seed: int) -> list[int]:

@@ -215,6 +215,20 @@ def test_margins_of_a_file_reach_the_bradley_terry_loss(file, monkeypatch):
         assert losses == pytest.approx([0.693147 if expected is None else (0.693147 + 1.701413) / 2], abs=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_margin_has_the_digits_of_the_scores(dtype, monkeypatch):
+    seen, loss = [], rewarding.bradley_terry_loss
+
+    def spy(chosen, rejected, *, margin):
+        seen.append(margin)
+        return loss(chosen, rejected, margin=margin)
+
+    monkeypatch.setattr(rewarding, "bradley_terry_loss", spy)
+    model = RewardModel(GPTConfig(WORDS.vocab_size, width=8, layers=1, heads=2, max_context=CONTEXT)).to(dtype)
+    train_reward_model(model, [Pair([1], [2, EOS], [3, EOS], 0.1)], steps=1, seed=0)
+    assert torch.equal(seen[0], torch.tensor([0.1], dtype=dtype))
+
+
 @pytest.mark.parametrize(("n", "batch"), [(10, 3), (10, 4), (7, 7), (6, 1), (5, 8), (1, 1), (3, 7)])
 def test_every_pair_is_taken_once_in_each_pass(n, batch):
     taken = [place for step in range(6 * n) for place in rows_of_step(step, n, batch, seed=4)]
