@@ -16,7 +16,6 @@ import os
 import random
 import shutil
 from pathlib import Path
-from pickle import UnpicklingError
 
 import numpy as np
 import torch
@@ -49,14 +48,17 @@ def write(final: Path, models: dict[str, nn.Module], training: dict) -> None:
     folder = final.parent
     folder.mkdir(parents=True, exist_ok=True)
     for stale in folder.glob(PARTIAL + "*"):
-        shutil.rmtree(stale)
+        shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
     partial = folder / f"{PARTIAL}_{final.name}"
     partial.mkdir()
-    for name, model in models.items():
-        weights = {key: value.contiguous() for key, value in model.state_dict().items()}
-        save_file(weights, partial / f"{name}.safetensors")
-        (partial / f"{name}.json").write_text(json.dumps(dataclasses.asdict(model.config)))
-    torch.save(training, partial / "training.pt")
+    try:
+        for name, model in models.items():
+            weights = {key: value.contiguous() for key, value in model.state_dict().items()}
+            save_file(weights, partial / f"{name}.safetensors")
+            (partial / f"{name}.json").write_text(json.dumps(dataclasses.asdict(model.config)))
+        torch.save(training, partial / "training.pt")
+    except (SafetensorError, RuntimeError) as error:  # what the two libraries make of a full disk
+        raise RunError(f"{final} could not be written: is the disk full? ({error})") from None
     for path in [*partial.iterdir(), partial]:
         sync(path)
     os.rename(partial, final)
@@ -98,8 +100,8 @@ def load(checkpoint: Path, models: dict[str, nn.Module]) -> dict:
     try:
         weights = {name: load_file(checkpoint / f"{name}.safetensors") for name in models}
         training = torch.load(checkpoint / "training.pt", map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, UnpicklingError, SafetensorError) as error:
-        raise RunError(f"{checkpoint} is damaged ({error})") from None
+    except Exception as error:  # of any kind: torch reads whatever it finds as a pickle
+        raise RunError(f"{checkpoint} is damaged ({error!r})") from None
     for name, model in models.items():
         model.load_state_dict(weights[name])
     return training
@@ -110,9 +112,9 @@ def load_model(checkpoint: Path, name: str = "policy", kind: type[GPT] = GPT) ->
     try:
         model = kind(GPTConfig(**json.loads((checkpoint / f"{name}.json").read_text())))
         weights = load_file(checkpoint / f"{name}.safetensors")
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        model.to(next(iter(weights.values()), torch.empty(0)).dtype).load_state_dict(weights)
+    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:  # RecursionError too
         raise RunError(f"{checkpoint} is damaged ({error})") from None
-    model.to(next(iter(weights.values())).dtype).load_state_dict(weights)
     return model
 
 

@@ -117,6 +117,7 @@ def train_reward_model(
         rows = rows_of_step(step, len(pairs), min(batch, len(pairs)), seed)
         rollout, margins = batch_of([pairs[row] for row in rows], model.head.device)
         chosen, rejected = model.outcomes(rollout, raw=True).chunk(2)
+        margins = None if margins is None else margins.to(chosen.dtype)
         loss, _ = bradley_terry_loss(chosen, rejected, margin=margins)
         optimizers.zero_grad()
         loss.backward()
@@ -181,8 +182,10 @@ def load(folder: Path) -> tuple[RewardModel, dict]:
     if not (folder / f"{NAME}.json").exists():
         raise RunError(f"{folder} holds no reward model: give the folder of a run of train_ppo.py")
     model = checkpoint.load_model(folder, NAME, RewardModel)
-    report = checkpoint.load(folder, {NAME: model})["report"]
-    return model.requires_grad_(False), report
+    saved = checkpoint.load(folder, {NAME: model})
+    if not isinstance(saved, dict) or not isinstance(saved.get("report"), dict):
+        raise RunError(f"{folder} is damaged (training.pt holds no report)")
+    return model.requires_grad_(False), saved["report"]
 
 
 def from_option(option: str, config: GPTConfig) -> tuple[RewardModel, dict]:

@@ -111,7 +111,7 @@ def cached_warm_start(
         save_file(policy.state_dict(), partial)
         sync(partial)
         os.replace(partial, path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the second: a full disk
         warnings.warn(f"the warm start could not be kept for the next run ({error})", stacklevel=2)
     return False
 

@@ -8,9 +8,11 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save as safetensors_bytes
 
 from nanorl import checkpoint
+from nanorl.errors import RunError
 from nanorl.model import GPT, GPTConfig
 from nanorl.optimizers import Optimizers
 
@@ -194,9 +196,25 @@ def test_a_partial_folder_is_never_the_latest_and_the_next_save_removes_it(tmp_p
     save(tmp_path, 5)
     (tmp_path / ".partial_step_000009").mkdir()
     (tmp_path / ".partial_step_000009" / "policy.safetensors").write_bytes(b"half")
+    (tmp_path / ".partial_config.json").write_text("half")  # a reward model is written beside such files
     assert_whole(checkpoint.latest(tmp_path), 5)
     save(tmp_path, 10)
     assert not partial_folders(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("writer", "error"),
+    [("save_file", SafetensorError("No space left")), ("torch.save", RuntimeError("unexpected pos"))],
+)
+def test_a_full_disk_is_a_message_and_the_checkpoint_before_it_stays(writer, error, tmp_path, monkeypatch):
+    def full(*_):
+        raise error
+
+    save(tmp_path, 5)
+    with monkeypatch.context() as patched, pytest.raises(RunError, match=r"step_000006 could not be written: .*disk"):
+        patched.setattr(f"nanorl.checkpoint.{writer}", full)
+        save(tmp_path, 6)
+    assert_whole(checkpoint.latest(tmp_path), 5)
 
 
 def test_the_newest_two_checkpoints_are_kept_and_the_latest_is_the_one_with_most_steps(tmp_path):

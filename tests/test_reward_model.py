@@ -9,6 +9,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nanorl import reward_model as rewarding
@@ -387,6 +388,27 @@ def test_a_reward_model_that_cannot_read_what_the_policy_writes_is_an_error(chan
 def test_a_damaged_reward_model_is_an_error_that_names_its_folder(name, folder):
     path = folder / "reward_model" / name
     path.write_bytes(path.read_bytes()[:20])
+    with pytest.raises(RunError, match=r"reward_model is damaged"):
+        from_option(f"rm:{folder}", SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    {
+        "another depth": (
+            "reward_model.json",
+            lambda path: path.write_text(path.read_text().replace('"layers": 2', '"layers": 3')),
+        ),
+        "nested too deep": ("reward_model.json", lambda path: path.write_text("[" * 100_000)),
+        "no weights": ("reward_model.safetensors", lambda path: save_file({}, path)),
+        "other weights": ("reward_model.safetensors", lambda path: save_file({"gain": torch.ones(())}, path)),
+        "a text": ("training.pt", lambda path: path.write_text("hello")),
+        "no report": ("training.pt", lambda path: torch.save({"step": 3}, path)),
+        "a list": ("training.pt", lambda path: torch.save([3], path)),
+    }.values(),
+)
+def test_whatever_stands_in_a_reward_models_files_the_error_names_its_folder(name, damage, folder):
+    damage(folder / "reward_model" / name)
     with pytest.raises(RunError, match=r"reward_model is damaged"):
         from_option(f"rm:{folder}", SHAPE)
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 import kernels.linear
@@ -219,6 +220,15 @@ def test_a_write_that_breaks_off_leaves_no_broken_file_to_be_found(tmp_path, mon
     trained, found = run_cached(tmp_path)
     again, found_again = run_cached(tmp_path)
     assert not found and found_again and same_weights(trained, again)
+
+
+def test_a_full_disk_costs_the_warm_starts_file_and_not_the_run(tmp_path, monkeypatch):
+    def full(*_):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(sft, "save_file", full)
+    with pytest.warns(UserWarning, match="could not be kept for the next run"):
+        assert run_cached(tmp_path)[1] is False
 
 
 def test_a_warm_start_that_is_stopped_leaves_nothing(tmp_path):
