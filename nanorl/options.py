@@ -54,12 +54,12 @@ def parse(config_class: type[Config], description: str | None, argv: list[str]) 
     out = Path(config.out) if config.out else newest_run(config.name)
     if not (out / "config.json").exists():
         raise RunError(f"nothing to resume: {out} holds no run (no config.json)")
+    known = {field.name: field.default for field in dataclasses.fields(config_class)}
     try:
         saved = json.loads((out / "config.json").read_text())["options"]
-    except (ValueError, KeyError, TypeError):
+        saved = {k: tuple(v) if isinstance(known[k], tuple) else v for k, v in saved.items() if k in known}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise RunError(f"{out / 'config.json'} is damaged: it holds the options the run was started with") from None
-    known = {field.name: field.default for field in dataclasses.fields(config_class)}
-    saved = {k: tuple(v) if isinstance(known[k], tuple) else v for k, v in saved.items() if k in known}
     started = config_class(**saved | {"out": str(out), "resume": True})
     config = tyro.cli(config_class, args=argv, description=description, default=started)
     changed = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(started, f.name)]

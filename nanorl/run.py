@@ -247,7 +247,7 @@ class Run:
         """Drop what was logged after the checkpoint that is being resumed; the steps will be taken again."""
         path = self.out / "samples.txt"
         if path.exists():
-            blocks = re.split(r"(?m)^(?=--- after \d+ steps$)", path.read_text())
+            blocks = re.split(r"(?m)^(?=--- after \d+ steps$)", path.read_text(errors="replace"))
             write_atomically(path, "".join(block for block in blocks if block and int(block.split()[2]) < step))
         path = self.out / "metrics.jsonl"
         if path.exists():

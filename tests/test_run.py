@@ -393,6 +393,15 @@ def test_whatever_a_kill_left_at_the_end_of_the_metrics_is_dropped(tail, a_run, 
     assert (a_run / "metrics.jsonl").read_text() == "".join(lines[:2])
 
 
+def test_half_a_character_at_the_end_of_the_samples_does_not_keep_a_run_from_going_on(a_run, own_reward):
+    path = a_run / "samples.txt"
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"--- after 4 steps\n\xe2\x82")
+    run = Run(parse(train_grpo.Config, None, ["--out", str(a_run), "--resume"]))
+    run.keep_lines_before(4)
+    assert path.read_bytes() == whole
+
+
 def test_a_finished_run_can_be_resumed_and_evaluates_again(a_run, own_reward):
     before = json.loads((a_run / "summary.json").read_text())
     (a_run / "summary.json").unlink()
@@ -681,6 +690,14 @@ def test_the_configuration_records_options_versions_and_command(tmp_path, monkey
     assert saved["versions"]["torch"] == torch.__version__ and saved["command"] == ["train_small.py", "--seed", "5"]
 
 
+@pytest.mark.parametrize("damaged", ["", "[]", "{}", '{"options": []}', '{"options": null}', "\udcff"])
+def test_a_damaged_configuration_is_an_error_that_names_it(damaged, tmp_path):
+    Run(SmallConfig(out=str(tmp_path)))
+    (tmp_path / "config.json").write_bytes(damaged.encode(errors="surrogateescape"))
+    with pytest.raises(RunError, match=r"config\.json is damaged"):
+        parse(SmallConfig, None, ["--out", str(tmp_path), "--resume"])
+
+
 def test_json_never_holds_nan_infinity_or_tensors():
     value = {"a": math.nan, "b": {"c": -math.inf, "d": torch.tensor(0.5)}, "e": torch.tensor(math.inf), "f": 1}
     assert plain(value) == {"a": None, "b": {"c": None, "d": 0.5}, "e": None, "f": 1}
@@ -770,7 +787,10 @@ def test_a_second_process_cannot_use_the_folder_of_a_run(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["policy.safetensors", "training.pt"])
-@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"x" * 50), lambda path: path.unlink()])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda path: path.write_bytes(b"x" * 50), lambda path: path.write_text("hello"), lambda path: path.unlink()],
+)
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(tmp_path, name, damage, capsys):
     def end(out, **more):
         train_grpo.main(train_grpo.Config(out=str(out), steps=4, save_every=2, eval_every=9, **TINY, **more))
