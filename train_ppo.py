@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -44,6 +45,7 @@ from nanorl.options import (
     describe_memory,
     policy_shape,
     seed_generators,
+    without,
 )
 from nanorl.plots import draw_curves
 from nanorl.preferences import collect_pairs, describe_dropped
@@ -81,7 +83,8 @@ class Config:
     """Whom to ask: a labeller of the task. The reviews have gold, who knows what is good, and length, who also loves
     long ones."""
     reward: str | None = None
-    """rm:DIR, a reward model trained before (its folder, or that of its run), instead of a new one."""
+    """rm:DIR, a reward model trained before (its folder, or that of its run), instead of a new one; it is copied into
+    the run."""
     reward_model_steps: int = 250
     """Of the reward model, 64 pairs each."""
     prompts: int = 128
@@ -141,13 +144,17 @@ def main(config: Config) -> dict:
     at_least(config, gamma=0, lam=0, clip=0, value_clip=0, target_kl=0, missing_eos_penalty=0, max_new_tokens=1)
     at_least(config, learning_rate=0, warm_start_steps=0, eval_every=1, eval_problems=2, save_every=1)
     at_most(config, seed=MAX_SEED, gamma=1, lam=1, clip=1, mini_batches=config.prompts)
+    if config.reward:
+        without(config, "reward", "pairs", "labeller", "reward_model_steps")
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
     torch.set_num_threads(THREADS)
     seed_generators(config.seed)
     shape = policy_shape(task, config.size, max_new_tokens)
     policy = GPT(shape).to(device, dtype)  # before anything else draws a random number: a seed has one warm start
-    given = rewarding.from_option(config.reward, shape) if config.reward else None
-    file_pairs = preferences.from_option(config.pairs, task.tokenizer, shape.max_context)
+    given = file_pairs = None
+    if not (config.resume and (Path(config.out) / rewarding.NAME).exists()):  # else the run has its reward model
+        given = rewarding.from_option(config.reward, shape) if config.reward else None
+        file_pairs = preferences.from_option(config.pairs, task.tokenizer, shape.max_context)
 
     with Run(config) as run:
         # 1 -------- the first policy
@@ -166,10 +173,12 @@ def main(config: Config) -> dict:
             found = rewarding.examine(model, fresh) | {"trained_on": len(pairs), "dropped": dropped}
             rewarding.save(run.out, model, found)
 
-        if given is None and not (run.out / rewarding.NAME).exists():
+        if given:
+            rewarding.save(run.out, *given)
+        elif not (run.out / rewarding.NAME).exists():
             with run.phase("reward_model"):
                 learn_reward()
-        reward_model, found = given or rewarding.load(run.out)
+        reward_model, found = rewarding.load(run.out)
         reward_model.to(device, dtype)
         run.results["reward_model"] = found
         run.say(rewarding.describe(found))

@@ -43,10 +43,11 @@ POOL, QUICK_POOL = 512, 64  # responses to each prompt that best-of-n chooses fr
 NS = [2**i for i in range(7)]
 TINY = "--size 16 1 2 --warm-start-steps 20 --steps 4 --eval-every 2 --eval-problems 32 --max-new-tokens 12".split()
 QUICK = {
-    "PPO": [*TINY, "--pairs", "200", "--reward-model-steps", "10", "--prompts", "16"],
+    "PPO": [*TINY, "--prompts", "16"],
     "GRPO": [*TINY, "--prompts", "4", "--group-size", "4"],
     "DPO": [*TINY, "--pairs", "200", "--batch", "16"],
 }
+QUICK_TEACHER = ["--pairs", "200", "--reward-model-steps", "10"]
 NUMBERS = {"kl": "KL (nats a response)", "gold": "gold", "proxy": "proxy", "mean_length": "length (tokens)"}
 
 
@@ -79,6 +80,7 @@ def plan(config: Config) -> Runs:
         script = SCRIPT.with_name(SCRIPTS[method])
         arguments = ["--beta", f"{beta:g}", *(QUICK[method] if config.quick else [])]
         arguments += ["--task", "reviews"] if method == "GRPO" else []
+        arguments += QUICK_TEACHER if config.quick and not teachers else []
         taught = bool(teachers) and method != "DPO"
         name = digest(script, [*arguments, teachers[0].out.name if taught else ""])
         found[method, beta] = []

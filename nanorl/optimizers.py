@@ -139,8 +139,10 @@ def master(weight: nn.Parameter) -> nn.Parameter:
     copy = nn.Parameter(weight.detach().float())
 
     def hand_over(weight: nn.Parameter) -> None:
-        gradient = weight.grad.float()
-        copy.grad = gradient if copy.grad is None else copy.grad + gradient
+        if copy.grad is None:
+            copy.grad = weight.grad.float()
+        else:
+            copy.grad += weight.grad
         weight.grad = None
 
     if hasattr(weight, "handing_over"):  # to the masters of optimizers before these, a warm start's say

@@ -183,9 +183,10 @@ def test_the_checks_refuse_the_silent_bug(load):
 
 def test_a_given_reward_model_leaves_the_seeds_first_policy_as_it_is(monkeypatch, tmp_path):
     monkeypatch.setattr(train_ppo, "FRESH_PAIRS", 16)
-    tiny = {"steps": 1, "pairs": "16", "reward_model_steps": 1, "prompts": 2, "eval_problems": 2, "size": (16, 1, 2)}
+    learned = {"pairs": "16", "reward_model_steps": 1}
+    tiny = {"steps": 1, "prompts": 2, "eval_problems": 2, "size": (16, 1, 2)}
     tiny |= {"warm_start_steps": 0, "device": "cpu", "mini_batches": 1, "max_new_tokens": 4}
-    train_ppo.main(train_ppo.Config(out=str(tmp_path / "a"), **tiny))
+    train_ppo.main(train_ppo.Config(out=str(tmp_path / "a"), **learned, **tiny))
     train_ppo.main(train_ppo.Config(out=str(tmp_path / "b"), reward=f"rm:{tmp_path / 'a'}", **tiny))
     first, second = (
         load_file(checkpoint.latest(tmp_path / out / "checkpoint") / "reference.safetensors") for out in "ab"

@@ -41,8 +41,6 @@ SCRIPT = Path(train_ppo.__file__)
 TINY = {
     "size": (16, 1, 2),
     "warm_start_steps": 2,
-    "pairs": "30",
-    "reward_model_steps": 3,
     "prompts": 8,
     "max_new_tokens": 10,  # so that some responses are cut off
     "steps": 3,
@@ -50,6 +48,7 @@ TINY = {
     "eval_problems": 8,
     "device": "cpu",
 }
+LEARNED = {"pairs": "30", "reward_model_steps": 3}  # for a run that trains its reward model
 
 
 def quick(patched: pytest.MonkeyPatch) -> None:
@@ -66,12 +65,13 @@ def quick_runs(monkeypatch):
 
 @pytest.fixture
 def train(tmp_path, finished):
-    """Trains in a folder of its own, on the reward model of the finished run unless told otherwise; returns it."""
+    """Trains in a folder of its own, on the reward model of the finished run unless told whom to ask; returns it."""
     count = iter(range(100))
 
     def train(**chosen) -> Path:
         out = tmp_path / f"run-{next(count)}"
-        options = TINY | {"reward": f"rm:{finished.out}", "warm_start_steps": 0} | chosen
+        reward = {} if "pairs" in chosen or "labeller" in chosen else {"reward": f"rm:{finished.out}"}
+        options = (TINY if reward else LEARNED | TINY) | {"warm_start_steps": 0} | reward | chosen
         train_ppo.main(train_ppo.Config(out=str(out), **options))
         return out
 
@@ -161,7 +161,7 @@ def finished(tmp_path_factory) -> SimpleNamespace:
     with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(console):
         patched.setattr(train_ppo, "FRESH_PAIRS", 20)
         seen = watched(patched)
-        options = TINY | {"dtype": "float64", "eval_every": 2, "learning_rate": 0.01}
+        options = LEARNED | TINY | {"dtype": "float64", "eval_every": 2, "learning_rate": 0.01}
         train_ppo.main(train_ppo.Config(out=str(out), **options))
     seen.out, seen.console = out, console.getvalue()
     return seen
@@ -567,7 +567,7 @@ def test_the_warning_and_the_best_evaluation_are_in_the_summary(train, monkeypat
 
 # ---- stopping and going on
 
-WHOLE = TINY | {"steps": 4, "save_every": 3, "eval_every": 2, "prompts": 4, "pairs": "20"}
+WHOLE = LEARNED | TINY | {"steps": 4, "save_every": 3, "eval_every": 2, "prompts": 4, "pairs": "20"}
 
 
 @pytest.fixture(scope="module")
@@ -705,10 +705,32 @@ def test_pairs_of_a_file_train_the_reward_model_and_their_dropped_ones_are_count
         function(model, pairs, **how)
 
     monkeypatch.setattr(rewarding, "train_reward_model", spy)
-    out = train(reward=None, pairs=str(path), steps=1)
+    out = train(pairs=str(path), steps=1)
     assert [pair.margin for pair in handed_over] == [0.5, 0.5]
     report = json.loads((out / "summary.json").read_text())["reward_model"]
     assert report["trained_on"] == 2 and report["dropped"] == {"the same response twice": 1}
+
+
+def test_a_resumed_run_that_has_its_reward_model_needs_the_file_of_pairs_no_more(train, tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": " the plot was dull", "chosen": " .", "rejected": " dull"}) + "\n")
+    out = train(pairs=str(path), steps=1)
+    path.unlink()
+    resume(out, "--steps", "2")
+    assert len(metrics(out)) == 2
+    shutil.rmtree(out / "reward_model")
+    with pytest.raises(RunError, match=r"pairs\.jsonl cannot be read"):
+        resume(out, "--steps", "3")
+
+
+def test_a_run_keeps_a_copy_of_the_reward_model_it_was_given(train, finished, tmp_path):
+    shutil.copytree(finished.out / "reward_model", tmp_path / "given")
+    out = train(reward=f"rm:{tmp_path / 'given'}", steps=1)
+    shutil.rmtree(tmp_path / "given")
+    resume(out, "--steps", "2")
+    assert len(metrics(out)) == 2
+    mine, theirs = (load_file(folder / "reward_model" / "reward_model.safetensors") for folder in (out, finished.out))
+    assert equal(mine, theirs)
 
 
 def test_the_labeller_of_the_option_is_the_one_who_is_asked(train, monkeypatch):
@@ -719,14 +741,13 @@ def test_the_labeller_of_the_option_is_the_one_who_is_asked(train, monkeypatch):
         return prefers(self, problem, a, b, key, labeller)
 
     monkeypatch.setattr(Reviews, "prefers", spy)
-    train(reward=None, labeller="length", steps=1)
+    train(labeller="length", steps=1)
     assert asked == {"length"}
 
 
 def test_with_a_reward_model_given_none_is_trained_and_no_pair_is_asked_for(train, monkeypatch, finished):
     monkeypatch.setattr(train_ppo, "collect_pairs", None)
     out = train(steps=1)
-    assert not (out / "reward_model").exists()
     summary = json.loads((out / "summary.json").read_text())
     assert summary["reward_model"] == json.loads((finished.out / "summary.json").read_text())["reward_model"]
 
@@ -740,11 +761,11 @@ def test_a_single_pair_is_enough_to_run_and_none_is_an_error_that_says_so(train,
 
     monkeypatch.setattr(train_ppo, "collect_pairs", collect)
     said[:] = [True]
-    out = train(reward=None, pairs="1", steps=1)
+    out = train(pairs="1", steps=1)
     assert json.loads((out / "summary.json").read_text())["reward_model"]["trained_on"] == 1
     said[:] = [None]
     with pytest.raises(RunError, match=r"of 1 pairs none can be learned from \(dropped: 1 \(equally good\)\)"):
-        train(reward=None, pairs="1", steps=1)
+        train(pairs="1", steps=1)
 
 
 # ---- options
@@ -770,6 +791,7 @@ def command(tmp_path, monkeypatch, capsys):
     ("arguments", "message"),
     [
         ("--reward xyz", "--reward xyz is unknown: write rm:DIR"),
+        ("--reward rm:x --pairs 9 --labeller length", "--pairs, --labeller would do nothing beside --reward: leave"),
         ("--reward rm:nowhere", "nowhere holds no reward model: give the folder of a run of train_ppo.py"),
         ("--reward rm:../other", "of a vocabulary of 5, the policy writes 37 of 25: train another"),
         ("--kl-in both", "--kl-in both is unknown: choose one of reward, loss"),
