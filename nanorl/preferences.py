@@ -20,6 +20,7 @@ from nanorl.sampler import Sampler
 from nanorl.tasks.task import PreferenceTask
 from nanorl.tokenizer import Tokenizer
 
+ASKED_AT_ONCE = 256  # prompts: what bounds memory, and what a processor's caches like
 LARGEST_MARGIN = torch.finfo(torch.float32).max  # beyond it a loss would be infinite
 
 
@@ -76,16 +77,19 @@ def collect_pairs(
     tokenizer, key = task.tokenizer, f"{'held-out ' if held_out else ''}pairs {seed}"
     problems = task.held_out_problems(n) if held_out else task.training_problems(n, key)
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")  # other samples than training's
-    rollout = Sampler(policy).generate(
-        [tokenizer.encode_prompt(problem.prompt) for problem in problems],
-        samples_per_prompt=2,
-        max_new_tokens=max_new_tokens,
-        stop_ids=[tokenizer.eos_id],
-        seed=seed,
-    )
-    ids = [row[:n] for row, n in zip(rollout.tokens.tolist(), rollout.lengths.tolist(), strict=True)]
-    texts = rollout.texts(tokenizer)
-    pairs, undecided = [], 0
+    prompts = [tokenizer.encode_prompt(problem.prompt) for problem in problems]
+    ids, texts, pairs, undecided = [], [], [], 0
+    for start in range(0, n, ASKED_AT_ONCE):
+        rollout = Sampler(policy).generate(
+            prompts[start : start + ASKED_AT_ONCE],
+            samples_per_prompt=2,
+            max_new_tokens=max_new_tokens,
+            stop_ids=[tokenizer.eos_id],
+            seed=seed,
+            sample_ids=range(2 * start, 2 * min(start + ASKED_AT_ONCE, n)),
+        )
+        ids += [row[:n] for row, n in zip(rollout.tokens.tolist(), rollout.lengths.tolist(), strict=True)]
+        texts += rollout.texts(tokenizer)
     for i, problem in enumerate(problems):
         first, second = 2 * i, 2 * i + 1
         if ids[first] == ids[second]:  # dropped and counted below
@@ -96,7 +100,7 @@ def collect_pairs(
             undecided += 1
             continue
         chosen, rejected = (first, second) if first_is_better else (second, first)
-        pairs.append(Pair(rollout.prompts[first], ids[chosen], ids[rejected]))
+        pairs.append(Pair(prompts[i], ids[chosen], ids[rejected]))
     kept, dropped = usable(pairs, policy.config.max_context)
     dropped |= {"equally good": undecided} if undecided else {}
     if not kept:
