@@ -41,7 +41,7 @@ from nanorl.options import (
     seed_generators,
 )
 from nanorl.plots import draw_curves
-from nanorl.preferences import Pair, batch_of, collect_pairs, describe_dropped, rows_of_step
+from nanorl.preferences import Pair, batch_of, collect_pairs, describe_dropped, digest_of, rows_of_step
 from nanorl.rollout import Rollout
 from nanorl.run import Run
 from nanorl.scorer import score
@@ -70,7 +70,8 @@ class Config:
     task: str = "reviews"
     """What to learn: a row of nanorl/tasks whose responses people compare."""
     pairs: str = "8000"
-    """Pairs of responses to ask about, or a JSONL file with prompt, chosen, rejected on each line."""
+    """Pairs of responses to ask about, or a JSONL file with prompt, chosen, rejected on each line (a margin is not
+    used)."""
     labeller: str = "gold"
     """Whom to ask: a labeller of the task. The reviews have gold, who knows what is good, and length, who also loves
     long ones."""
@@ -159,7 +160,11 @@ def main(config: Config) -> dict:
             pairs, dropped = file_pairs or collect_pairs(reference, task, int(config.pairs), **asking)
             fresh, _ = collect_pairs(reference, task, HELD_OUT_PAIRS, **asking, held_out=True)
             run.say(f"{len(pairs)} pairs; dropped: {describe_dropped(dropped)}")
-            run.results["pairs"] = {"trained_on": len(pairs), "dropped": dropped, "held_out": len(fresh)}
+            counts = {"trained_on": len(pairs), "dropped": dropped, "held_out": len(fresh), "digest": digest_of(pairs)}
+            if run.results.setdefault("pairs", counts) != counts:
+                raise RunError("the pairs are not those that the run began with: resume with these, or start a new run")
+            if any(pair.margin for pair in pairs):
+                run.say("the pairs' margins are not used: DPO has none")
             ref_chosen, ref_rejected = all_log_probs(reference, pairs)  # (pairs,): the reference never changes
             ref_fresh = all_log_probs(reference, fresh)
         at_most(config, batch=len(pairs))
@@ -167,7 +172,8 @@ def main(config: Config) -> dict:
         @torch.no_grad()
         def implied_reward(rollout: Rollout) -> Tensor:
             """(B,): beta log(pi / pi_ref), the reward for which this policy would be the best one."""
-            return config.beta * (score(policy, rollout)[0] - score(reference, rollout)[0]).sum(1)
+            log_ratio = score(policy, rollout)[0] - score(reference, rollout)[0]  # (B, T)
+            return config.beta * sequence_logprobs(log_ratio, rollout.mask, mean=config.length_normalized)
 
         def examine() -> dict:
             chosen, rejected = all_log_probs(policy, fresh)

@@ -16,6 +16,7 @@ simplifies: all of them stand on one device and take turns, one response a promp
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -27,6 +28,7 @@ from nanorl import preferences, viewer
 from nanorl import reward_model as rewarding
 from nanorl.advantages import gae, place_rewards, whiten
 from nanorl.batch_metrics import Means, explained_variance, token_metrics
+from nanorl.errors import RunError
 from nanorl.evaluation import describe_evaluation, evaluate_preferred, grade, sample_lines
 from nanorl.kl import kl_estimate
 from nanorl.losses import ppo_loss, value_loss
@@ -221,6 +223,8 @@ def main(config: Config) -> dict:
             with run.phase("reward"), torch.no_grad():
                 mask = rollout.mask
                 scores = proxy(rollout)  # (B,)
+                if not scores.isfinite().all():
+                    raise RunError(f"a score in step {step} is not a finite number: the reward model is broken")
                 cut_off = torch.tensor(
                     [f == "length" for f in rollout.finish], device=device, dtype=scores.dtype
                 )  # (B,)
@@ -244,9 +248,13 @@ def main(config: Config) -> dict:
                 means, updates = Means(), 0
                 norms = torch.zeros(2, device=device)  # of the gradients of policy and critic
                 moved = 0.0  # KL(old || policy) in the last update, nats a token
-                rows = torch.randperm(len(rollout), generator=torch.Generator().manual_seed(step)).tolist()
-                for update in range(config.epochs * config.mini_batches):
-                    batch = rollout.select(rows[update % config.mini_batches :: config.mini_batches])
+                batches = [
+                    rows
+                    for epoch in range(config.epochs)
+                    for rows in shuffled(len(rollout), config.mini_batches, f"{config.seed} {step} {epoch}")
+                ]
+                for rows in batches:
+                    batch = rollout.select(rows)
                     denominator, moved = token_count(batch.mask), 0.0
                     total = torch.zeros(2, device=device, dtype=rollout.rewards.dtype)
                     for optimizer in optimizers:
@@ -320,6 +328,12 @@ def main(config: Config) -> dict:
         run.say(describe_evaluation(before, eval_after))
         run.say(f"curves, samples, weights: {run.out}\nwhat changed, token by token: {page}")
     return summary
+
+
+def shuffled(n: int, parts: int, key: str) -> list[list[int]]:
+    """0 ... n - 1 in an order that is a function of `key`, dealt out into parts of the same size or one less."""
+    rows = random.Random(key).sample(range(n), n)
+    return [rows[part::parts] for part in range(parts)]
 
 
 def watch(run: Run, step: int, now: dict) -> None:

@@ -161,5 +161,10 @@ def parse_pair(line: str, tokenizer: Tokenizer) -> Pair:
     return Pair(prompt, chosen, rejected, None if margin is None else float(margin))
 
 
+def digest_of(pairs: Sequence[Pair]) -> str:
+    """Of all they hold, in their order."""
+    return hashlib.sha256(repr(pairs).encode()).hexdigest()[:16]
+
+
 def describe_dropped(dropped: dict[str, int]) -> str:
     return ", ".join(f"{count} ({reason})" for reason, count in dropped.items()) or "none"

@@ -29,6 +29,7 @@ from nanorl.losses import dpo_loss, ipo_loss
 from nanorl.optimizers import Optimizers
 from nanorl.options import command_line, parse
 from nanorl.preferences import collect_pairs, rows_of_step
+from nanorl.rollout import Rollout
 from nanorl.tasks.reviews import Reviews
 
 SCRIPT = Path(train_dpo.__file__)
@@ -70,8 +71,8 @@ def train(tmp_path):
     return train
 
 
-def resume(out: Path) -> dict:
-    return train_dpo.main(parse(train_dpo.Config, None, ["--out", str(out), "--resume"]))
+def resume(out: Path, *arguments: str) -> dict:
+    return train_dpo.main(parse(train_dpo.Config, None, ["--out", str(out), "--resume", *arguments]))
 
 
 def metrics(out: Path) -> list[dict]:
@@ -308,13 +309,51 @@ def test_pairs_of_a_file_are_trained_on_and_their_dropped_ones_are_counted(train
     row = {"prompt": " the plot was dull", "chosen": " .", "rejected": " but the acting was superb ."}
     path.write_text("".join(json.dumps(line) + "\n" for line in (row, row | {"rejected": ""}, row)))
     out = train(pairs=str(path), batch=2, steps=1)
-    assert json.loads((out / "summary.json").read_text())["pairs"] == {
-        "trained_on": 2,
-        "dropped": {"a response is empty": 1},
-        "held_out": len(seen.pairs[0]),
-    }
+    counts = json.loads((out / "summary.json").read_text())["pairs"]
+    expected = {"trained_on": 2, "dropped": {"a response is empty": 1}, "held_out": len(seen.pairs[0])}
+    assert {name: counts[name] for name in expected} == expected
     (chosen, _, _, _), _ = seen.calls[0]
     assert len(chosen) == 2 and chosen[0].item() == pytest.approx(chosen[1].item())
+
+
+def test_margins_of_a_file_are_said_to_be_unused(train, tmp_path, capsys):
+    path = tmp_path / "pairs.jsonl"
+    row = {"prompt": " the plot was dull", "chosen": " .", "rejected": " dull ."}
+    for margin, said in ((0, False), (0.5, True)):
+        path.write_text(json.dumps(row | {"margin": margin}))
+        train(pairs=str(path), batch=1, steps=1)
+        assert ("the pairs' margins are not used" in capsys.readouterr().out) is said
+
+
+def test_a_run_cannot_go_on_with_other_pairs(train, tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    row = {"prompt": " the plot was dull", "chosen": " .", "rejected": " dull ."}
+    path.write_text(json.dumps(row))
+    out = train(pairs=str(path), batch=1, steps=1)
+    resume(out, "--steps", "2")
+    path.write_text(json.dumps(row | {"chosen": " dull .", "rejected": " ."}))
+    with pytest.raises(RunError, match="the pairs are not those that the run began with"):
+        resume(out, "--steps", "3")
+
+
+@pytest.mark.parametrize("length_normalized", [False, True])
+def test_the_proxy_is_the_reward_that_the_loss_compares(length_normalized, train, monkeypatch):
+    """beta log(pi / pi_ref), of the whole response or a token."""
+    found = []
+
+    def spy(policy, reference, proxy, *_):
+        rollout = Rollout.from_responses([[3]] * 2, [[4, 5, 2], [6, 2]])
+        ratios = [by_hand(policy, [3], ids) - by_hand(reference, [3], ids) for ids in ([4, 5, 2], [6, 2])]
+        found.append((proxy(rollout).tolist(), ratios))
+        return {"gold": 0.0, "gold_low": 0.0, "gold_high": 0.0, "proxy": 0.0, "kl": 0.0, "mean_length": 0.0}
+
+    monkeypatch.setattr(train_dpo, "evaluate_preferred", spy)
+    monkeypatch.setattr(train_dpo, "describe_evaluation", lambda *_: "")
+    train(dtype="float64", length_normalized=length_normalized, learning_rate=0.02)
+    proxies, ratios = found[-1]
+    lengths = (3, 2) if length_normalized else (1, 1)
+    assert proxies == pytest.approx([0.1 * r / n for r, n in zip(ratios, lengths, strict=True)], abs=1e-10)
+    assert min(map(abs, ratios)) > 1e-3
 
 
 def test_the_labeller_of_the_option_is_the_one_who_is_asked(train, monkeypatch):

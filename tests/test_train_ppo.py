@@ -139,7 +139,7 @@ def watched(patched: pytest.MonkeyPatch) -> SimpleNamespace:
 
     def generate(self, prompts, function=Sampler.generate, **how):
         rollout = function(self, prompts, **how)
-        if "sample_ids" in how:  # neither pairs nor an evaluation
+        if "sample_ids" in how and "samples_per_prompt" not in how:  # neither an evaluation nor pairs
             seen.rollouts.append(rollout)
         return rollout
 
@@ -418,6 +418,26 @@ def test_every_response_is_in_one_mini_batch_of_each_epoch_with_the_tokens_of_it
                 ]
                 old, all_old = (1, rollout.old_logprobs if name == "ppo_loss" else rollout.values)
                 assert by_token(parts, old) == sorted(all_old[rollout.mask].tolist())
+
+
+@pytest.mark.parametrize(("n", "parts"), [(8, 2), (7, 3), (5, 5), (4, 1)])
+def test_each_epoch_deals_all_rows_out_in_an_order_of_its_own(n, parts):
+    first, second = (train_ppo.shuffled(n, parts, f"0 0 {epoch}") for epoch in range(2))
+    for dealt in (first, second):
+        assert sorted(row for rows in dealt for row in rows) == list(range(n)) and len(dealt) == parts
+        assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+    assert first != second and first == train_ppo.shuffled(n, parts, "0 0 0")
+
+
+def test_a_score_that_is_no_number_ends_the_run_in_a_message(train, monkeypatch):
+    outcomes = RewardModel.outcomes
+
+    def broken(self, rollout, **keywords):
+        return outcomes(self, rollout, **keywords) * (math.nan if len(rollout) == TINY["prompts"] else 1)
+
+    monkeypatch.setattr(RewardModel, "outcomes", broken)
+    with pytest.raises(RunError, match="a score in step 0 is not a finite number: the reward model is broken"):
+        train(eval_problems=4)
 
 
 def test_old_log_probs_and_old_values_are_those_of_before_the_first_update(finished):
