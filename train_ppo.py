@@ -87,7 +87,7 @@ class Config:
     reward: str | None = None
     """rm:DIR, a reward model trained before (its folder, or that of its run), instead of a new one; it is copied into
     the run."""
-    reward_model_steps: int = 250
+    reward_model_steps: int = 500
     """Of the reward model, 64 pairs each."""
     prompts: int = 128
     """Responses a step, each to a prompt of its own."""
@@ -97,7 +97,7 @@ class Config:
     """Updates in each of these."""
     micro_batch: int | None = None
     """Responses an update scores at a time; it changes memory, not the result. Default: a mini-batch."""
-    beta: float = 0.05
+    beta: float = 0.1
     """Weight of KL(policy || reference), in units of reward a nat."""
     kl_in: str = "reward"
     """Where the KL is paid for: `reward` takes beta (log pi - log pi_ref) from the reward of each token, as InstructGPT

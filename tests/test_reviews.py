@@ -33,18 +33,18 @@ BY_HAND = {  # behind " the plot was dull": what was said, and why it is worth t
         1.0 - 1.0,
     ),
     "an adjective said twice is free": (" and the acting was great and the music was great .", 2.0),
-    "no end": (" but the acting was superb", 1.0 - 0.5),
-    "an empty response": ("", -0.5),
-    "cut off in a clause": (" but the acting was", -0.5),
-    "a word left out makes no claim": (" but acting was superb .", -0.5),
-    "a word said twice inside makes no claim": (" but the acting was was superb .", -0.5),
-    "nothing may stand behind the end": (" but the acting was superb . .", 1.0 - 0.5),
-    "going on behind the end": (" . and the acting was superb .", 1.0 - 0.5),
-    "an end that is none": (" . the", -0.5 - 0.5),
-    "no joining word": (" the acting was superb .", 1.0 - 0.5),
-    "an adjective that belongs to nothing": (" very superb .", -0.5),
-    "two joining words": (" and but the acting was superb .", 1.0 - 0.5),
-    "only nouns and praise": (" ending great ending great .", -4 * 0.5),
+    "no end": (" but the acting was superb", 1.0 - 1.0),
+    "an empty response": ("", -1.0),
+    "cut off in a clause": (" but the acting was", -1.0),
+    "a word left out makes no claim": (" but acting was superb .", -1.0),
+    "a word said twice inside makes no claim": (" but the acting was was superb .", -1.0),
+    "nothing may stand behind the end": (" but the acting was superb . .", 1.0 - 1.0),
+    "going on behind the end": (" . and the acting was superb .", 1.0 - 1.0),
+    "an end that is none": (" . the", -1.0 - 1.0),
+    "no joining word": (" the acting was superb .", 1.0 - 1.0),
+    "an adjective that belongs to nothing": (" very superb .", -1.0),
+    "two joining words": (" and but the acting was superb .", 1.0 - 1.0),
+    "only nouns and praise": (" ending great ending great .", -4 * 1.0),
     "18 words are read gladly": (said(THREE_GOOD.format("very", "very", "")), 3.0),
     "the 19th word is rambling": (said(THREE_GOOD.format("very", "very", "very")), 3.0 - 0.2),
     "21 words": (said(THREE_GOOD.format("", "", ""))[:-2] + " and the camera was bold .", 4.0 - 3 * 0.2),
@@ -62,12 +62,25 @@ CLAUSE = rf" the ({'|'.join(NOUNS)}) was(?: very)? ({'|'.join(GOOD + BAD)})"
 WHOLE = re.compile(rf"{CLAUSE}(?: (?:and|but){CLAUSE})* \.")
 
 
-def test_a_review_in_the_grammar_is_worth_its_claims_and_any_other_one_loses_half_a_point_for_each_slip():
+def slipped(text: str, rng: random.Random) -> str:
+    """A word is left out, said twice or put in from elsewhere."""
+    words = text.split()
+    at = rng.randrange(len(words))
+    words[at : at + 1] = rng.choice([[], [words[at]] * 2, [words[at], rng.choice(WORDS)]])
+    return "".join(f" {word}" for word in words)
+
+
+def test_demonstrations_are_in_the_grammar():
+    assert all(WHOLE.fullmatch(p.prompt + p.answer) for p in Reviews().training_problems(300, "grammar"))
+
+
+def test_a_review_in_the_grammar_is_worth_its_claims_and_any_other_one_loses_a_point_for_each_slip():
     """Against a second reader: a regular expression over words, and the claims taken apart at the joining words."""
     rng = random.Random(3)
     whole = slips = 0
     for _ in range(1500):
         prompt, response = Reviews().prompts[False][rng.randrange(100)], review(rng)
+        response = slipped(response, rng) if rng.random() < 0.2 else response
         claims = re.findall(CLAUSE, prompt + response)
         seen, expected = {claims[0][0]}, 0
         for noun, adjective in claims[1:]:
@@ -79,9 +92,9 @@ def test_a_review_in_the_grammar_is_worth_its_claims_and_any_other_one_loses_hal
             assert lost == pytest.approx(0, abs=1e-12)
             whole += 1
         else:
-            assert lost / 0.5 == pytest.approx(round(lost / 0.5), abs=1e-9) and round(lost / 0.5) >= 1
+            assert lost == pytest.approx(round(lost), abs=1e-9) and round(lost) >= 1
             slips += 1
-    assert 0.05 < slips / 1500 < 0.11  # a slip may leave a review whole: a "very" left out, say
+    assert 0.1 < slips / 1500 < 0.2  # a slip may leave a review whole: a "very" left out, say
 
 
 # ---- problems and demonstrations
@@ -145,7 +158,7 @@ GOOD_ONE, LONGER_GOOD_ONE = " but the acting was superb .", " but the acting was
 FREQUENCIES = [  # labeller, two responses, sigmoid(3 x difference) worked out
     ("gold", GOOD_ONE, " .", 0.952574),  # difference 1
     ("gold", " .", GOOD_ONE, 0.047426),
-    ("gold", " but the acting was superb", " .", 0.817574),  # 1/2
+    ("gold", BY_HAND["21 words"][0], BY_HAND["18 words are read gladly"][0], 0.768525),  # 2/5
     ("gold", BY_HAND["18 words are read gladly"][0], BY_HAND["the 19th word is rambling"][0], 0.645656),  # 1/5
     ("length", LONGER_GOOD_ONE, GOOD_ONE, 0.679179),  # equally good, one word longer: 1/4
     ("length", GOOD_ONE, LONGER_GOOD_ONE, 0.320821),
@@ -161,7 +174,7 @@ def test_the_better_one_is_preferred_as_often_as_bradley_and_terry_say(labeller,
 
 def test_a_label_is_a_function_of_its_arguments():
     task, problem = Reviews(), Problem(PROMPT, "")
-    a, b = " but the acting was superb", " ."
+    a, b = BY_HAND["21 words"][0], BY_HAND["18 words are read gladly"][0]
     random.seed(1)
     labels = [task.prefers(problem, a, b, f"{i}") for i in range(100)]
     random.seed(2)

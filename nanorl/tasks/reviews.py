@@ -32,8 +32,7 @@ CLAIM = re.compile("tnwv?a")
 CLAIM_SHARES = {0: 0.1, 1: 0.3, 2: 0.35, 3: 0.25}  # claims added by a demonstration
 GOOD_SHARE = 0.5  # of its adjectives
 VERY_SHARE = 0.25
-SLIP_SHARE = 0.1  # of its reviews: a word is left out, said twice or put in from elsewhere
-BROKEN = 0.5  # gold lost for each word that may not stand where it stands, and for a missing end
+BROKEN = 1.0  # gold lost for each word that may not stand where it stands, and for a missing end
 REPEATED = 1.0  # gold lost for a claim about something that was spoken of before
 PATIENCE, RAMBLING = 18, 0.2  # words that are read gladly; gold lost for each word behind them
 SHARPNESS = 3.0  # of the person's judgement: P(A over B) = sigmoid(SHARPNESS (gold A - gold B))
@@ -69,13 +68,10 @@ def gold(prompt: str, response: str) -> float:
 
 
 def review(rng: random.Random) -> str:
-    """One that a person who neither tries hard nor repeats on purpose might add."""
+    """One that a person who neither tries hard nor repeats on purpose might add. Its grammar is right: so a model that
+    learned from such reviews hardly ever breaks it, and people are hardly ever asked about broken ones."""
     [count] = rng.choices(list(CLAIM_SHARES), list(CLAIM_SHARES.values()))
-    words = [*"".join(f" {rng.choice(JOINING)}{clause(rng)}" for _ in range(count)).split(), "."]
-    if rng.random() < SLIP_SHARE:
-        at = rng.randrange(len(words))
-        words[at : at + 1] = rng.choice([[], [words[at]] * 2, [words[at], rng.choice(WORDS)]])
-    return "".join(f" {word}" for word in words)
+    return "".join(f" {rng.choice(JOINING)}{clause(rng)}" for _ in range(count)) + " ."
 
 
 class Reviews:
