@@ -61,7 +61,7 @@ from nanorl.tasks import PREFERENCE_TASKS
 
 THREADS = int(os.environ.get("OMP_NUM_THREADS", 1))
 SHOWN_SAMPLES = 4  # to a prompt, in samples.html
-DECAY = 0.5  # the share of the steps in which the learning rate falls to zero
+WARMUP, DECAY = 0.1, 0.5  # the shares of the steps in which the learning rate rises, and falls to zero
 FRESH_PAIRS = 1000  # asked for, to examine the reward model: never trained on, about prompts never trained on
 
 
@@ -75,7 +75,7 @@ class Config:
     """Folder for everything the run writes. Default: runs/ppo-N, the next free N."""
     seed: int = 0
     """Of weights, prompts, samples and labels."""
-    steps: int = 100
+    steps: int = 160
     """Batches of rollouts. A resumed run may be given another number: the learning rate then follows that."""
     task: str = "reviews"
     """What to learn: a row of nanorl/tasks whose responses people compare."""
@@ -91,9 +91,9 @@ class Config:
     """Of the reward model, 64 pairs each."""
     prompts: int = 128
     """Responses a step, each to a prompt of its own."""
-    epochs: int = 2
+    epochs: int = 1
     """Times each batch of rollouts is used."""
-    mini_batches: int = 2
+    mini_batches: int = 4
     """Updates in each of these."""
     micro_batch: int | None = None
     """Responses an update scores at a time; it changes memory, not the result. Default: a mini-batch."""
@@ -117,7 +117,7 @@ class Config:
     max_new_tokens: int | None = None
     """Longest response, its stop token included. Default: the task's."""
     learning_rate: float = 1e-3
-    """Of policy and critic: constant, then linearly to 0 over the last half of the steps."""
+    """Of policy and critic: linearly up over a tenth of the steps, constant, linearly to 0 over the last half."""
     size: tuple[int, int, int] = (96, 2, 4)
     """Width, layers and heads of each transformer."""
     warm_start_steps: int | None = None
@@ -244,7 +244,7 @@ def main(config: Config) -> dict:
                 gold, _ = grade(task, problems, rollout)  # to look at
 
             with run.phase("update"):
-                rate = schedule(step, config.steps, decay=DECAY)
+                rate = schedule(step, config.steps, decay=DECAY, warmup=int(WARMUP * config.steps))
                 means, updates = Means(), 0
                 norms = torch.zeros(2, device=device)  # of the gradients of policy and critic
                 moved = 0.0  # KL(old || policy) in the last update, nats a token

@@ -1,7 +1,7 @@
 """What each way of learning from preferences gets for the KL it spends, and how it looks when nothing holds it back:
 
     python -m nanorl.frontier
-    python -m nanorl.frontier --seeds 5 --betas 0.02 0.05 0.1 0.2
+    python -m nanorl.frontier --seeds 5 --betas 0.03 0.1 0.3 1
     python -m nanorl.frontier --quick             tiny models, to see whether everything runs
 
 For each seed one run of train_ppo.py trains the reward model. Against it learn PPO (for every beta, and with beta 0),
@@ -57,7 +57,7 @@ class Config:
 
     seeds: int = 3
     """Of each setting: 0, 1, 2, ..."""
-    betas: tuple[float, ...] = (0.02, 0.05, 0.2)
+    betas: tuple[float, ...] = (0.05, 0.1, 0.3)
     """Weights of the KL, each for PPO, GRPO and DPO."""
     quick: bool = False
     """Tiny models and a few steps: whether it runs, not what it finds."""

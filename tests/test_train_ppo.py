@@ -42,6 +42,8 @@ TINY = {
     "size": (16, 1, 2),
     "warm_start_steps": 2,
     "prompts": 8,
+    "epochs": 2,
+    "mini_batches": 2,
     "max_new_tokens": 10,  # so that some responses are cut off
     "steps": 3,
     "save_every": 10,

@@ -37,7 +37,7 @@ from nanorl.tasks.reviews import gold as gold_of
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = Path("runs") / "frontier"  # from ROOT
 SEEDS = 3
-BETA = 0.05  # of the two labellers' runs
+BETA = 0.1  # of the two labellers' runs
 COMMAND = "python lessons/14_reward_hacking/figure.py"
 RESPONSES = 2048  # of the warm start, to look for a length bias in
 SHOWN_STEPS = (0, 10, 20, 30, 50, 70, 90)  # of the responses without KL
@@ -92,7 +92,7 @@ def band(axes, x, values: torch.Tensor, color: str, label: str, line: str = "-")
 
 def draw(path: Path) -> None:
     found, people = measured()
-    said = {who: [opinions(teacher(out)) for out in outs] for who, outs in people.items()}
+    said = {who: [opinions(out) for out in outs] for who, outs in people.items()}
     figure, ((course, held), (bias, longer)) = plt.subplots(2, 2, figsize=(12, 9))
     frontier.draw_course(course, found["course"])
     runs = [(name.removeprefix("PPO, beta "), outs) for name, outs in found["runs"].items() if "PPO" in name]
@@ -122,12 +122,6 @@ def draw(path: Path) -> None:
     write_between(page, "turns", of_turns(found))
     write_between(page, "responses", of_responses(hacked[0]))
     write_between(page, "labellers", of_labellers(people, said))
-
-
-def teacher(out: Path) -> Path:
-    """The run whose reward model `out` learned from: its own, or that of --reward."""
-    reward = json.loads((out / "config.json").read_text())["options"]["reward"]
-    return ROOT / reward.removeprefix("rm:") if reward else out
 
 
 def title(course: dict) -> str:
