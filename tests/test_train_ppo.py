@@ -480,6 +480,12 @@ def test_the_micro_batch_size_never_changes_metrics(train):
             assert line[name] == pytest.approx(expected[name], rel=1e-7, abs=1e-10), name
 
 
+def test_the_learning_rate_rises_over_a_tenth_of_the_steps_and_falls_over_the_last_half(train):
+    rates = [line["learning_rate"] for line in metrics(train(steps=20, learning_rate=0.01, eval_every=100, prompts=4))]
+    assert rates[:3] == pytest.approx([0.005, 0.01, 0.01], rel=1e-9)
+    assert rates[9:12] == pytest.approx([0.01, 0.01, 0.009], rel=1e-9) and rates[-1] == pytest.approx(0.001)
+
+
 def test_target_kl_stops_the_updates_on_a_batch_and_the_next_batch_starts_anew(train, seen):
     lines = metrics(train(target_kl=1e-9, dtype="float64", learning_rate=0.02))
     assert [line["updates"] for line in lines] == [1, 1, 1]
