@@ -116,7 +116,7 @@ class Config:
     """Taken from the score of a response that was cut off."""
     max_new_tokens: int | None = None
     """Longest response, its stop token included. Default: the task's."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-4
     """Of policy and critic: linearly up over a tenth of the steps, constant, linearly to 0 over the last half."""
     size: tuple[int, int, int] = (96, 2, 4)
     """Width, layers and heads of each transformer."""

@@ -32,22 +32,24 @@ BY_HAND = {  # behind " the plot was dull": what was said, and why it is worth t
         " and the acting was great and the acting was weak .",
         1.0 - 1.0,
     ),
-    "an adjective said twice is free": (" and the acting was great and the music was great .", 2.0),
-    "no end": (" but the acting was superb", 1.0 - 3.0),
-    "an empty response": ("", -3.0),
-    "cut off in a clause": (" but the acting was", -3.0),
-    "a word left out makes no claim": (" but acting was superb .", -3.0),
-    "a word said twice inside makes no claim": (" but the acting was was superb .", -3.0),
-    "nothing may stand behind the end": (" but the acting was superb . .", 1.0 - 3.0),
-    "going on behind the end": (" . and the acting was superb .", 1.0 - 3.0),
-    "an end that is none": (" . the", -3.0 - 3.0),
-    "no joining word": (" the acting was superb .", 1.0 - 3.0),
-    "an adjective that belongs to nothing": (" very superb .", -3.0),
-    "two joining words": (" and but the acting was superb .", 1.0 - 3.0),
-    "only nouns and praise": (" ending great ending great .", -4 * 3.0),
+    "an adjective said twice": (" and the acting was great and the music was great .", 1.0 - 1.0),
+    "the prompt's adjective again": (" and the acting was dull .", -1.0),
+    "a noun and an adjective said before cost no more": (" and the plot was dull .", -1.0),
+    "no end": (" but the acting was superb", 1.0 - 1.0),
+    "an empty response": ("", -1.0),
+    "cut off in a clause": (" but the acting was", -1.0),
+    "a word left out makes no claim": (" but acting was superb .", -1.0),
+    "a word said twice inside makes no claim": (" but the acting was was superb .", -1.0),
+    "nothing may stand behind the end": (" but the acting was superb . .", 1.0 - 1.0),
+    "going on behind the end": (" . and the acting was superb .", 1.0 - 1.0),
+    "an end that is none": (" . the", -1.0 - 1.0),
+    "no joining word": (" the acting was superb .", 1.0 - 1.0),
+    "an adjective that belongs to nothing": (" very superb .", -1.0),
+    "two joining words": (" and but the acting was superb .", 1.0 - 1.0),
+    "only nouns and praise": (" ending great ending great .", -4 * 1.0),
     "18 words are read gladly": (said(THREE_GOOD.format("very", "very", "")), 3.0),
     "the 19th word is rambling": (said(THREE_GOOD.format("very", "very", "very")), 3.0 - 0.5),
-    "21 words": (said(THREE_GOOD.format("", "", ""))[:-2] + " and the camera was bold .", 4.0 - 3 * 0.5),
+    "21 words": (said(THREE_GOOD.format("", "", ""))[:-2] + " and the camera was moving .", 4.0 - 3 * 0.5),
 }
 
 
@@ -74,7 +76,7 @@ def test_demonstrations_are_in_the_grammar():
     assert all(WHOLE.fullmatch(p.prompt + p.answer) for p in Reviews().training_problems(300, "grammar"))
 
 
-def test_a_review_in_the_grammar_is_worth_its_claims_and_any_other_one_loses_three_points_for_each_slip():
+def test_a_review_in_the_grammar_is_worth_its_claims_and_any_other_one_loses_a_point_for_each_slip():
     """Against a second reader: a regular expression over words, and the claims taken apart at the joining words."""
     rng = random.Random(3)
     whole = slips = 0
@@ -82,17 +84,17 @@ def test_a_review_in_the_grammar_is_worth_its_claims_and_any_other_one_loses_thr
         prompt, response = Reviews().prompts[False][rng.randrange(100)], review(rng)
         response = slipped(response, rng) if rng.random() < 0.2 else response
         claims = re.findall(CLAUSE, prompt + response)
-        seen, expected = {claims[0][0]}, 0
+        seen, expected = {*claims[0]}, 0
         for noun, adjective in claims[1:]:
-            expected += -1 if noun in seen else 1 if adjective in GOOD else -1
-            seen.add(noun)
+            expected += -1 if noun in seen or adjective in seen else 1 if adjective in GOOD else -1
+            seen |= {noun, adjective}
         expected -= 0.5 * max(0, len(response.split()) - 18)
         lost = expected - gold(prompt, response)
         if WHOLE.fullmatch(prompt + response):
             assert lost == pytest.approx(0, abs=1e-12)
             whole += 1
         else:
-            assert lost / 3.0 == pytest.approx(round(lost / 3.0), abs=1e-9) and round(lost / 3.0) >= 1
+            assert lost == pytest.approx(round(lost), abs=1e-9) and round(lost) >= 1
             slips += 1
     assert 0.1 < slips / 1500 < 0.2  # a slip may leave a review whole: a "very" left out, say
 
@@ -116,12 +118,12 @@ def test_problems_and_demonstrations_are_functions_of_their_key():
 
 def test_held_out_prompts_are_never_training_prompts_and_together_they_are_all():
     task = Reviews()
-    held_out = {problem.prompt for problem in task.held_out_problems(500)}
-    trained_on = {problem.prompt for key in range(30) for problem in task.training_problems(100, f"key {key}")}
+    held_out = {problem.prompt for problem in task.held_out_problems(1000)}
+    trained_on = {problem.prompt for key in range(60) for problem in task.training_problems(200, f"key {key}")}
     assert not held_out & trained_on
     every = {f" the {n} was{v} {a}" for n in NOUNS for v in ("", " very") for a in GOOD + BAD}
-    assert held_out | trained_on == every and len(every) == 144
-    assert len(held_out) == pytest.approx(144 / 8, abs=6)
+    assert held_out | trained_on == every and len(every) == 576
+    assert len(held_out) == pytest.approx(576 / 8, abs=12)
 
 
 def test_the_held_out_problems_are_the_same_in_every_run():
@@ -155,14 +157,14 @@ def share_preferred(a: str, b: str, labeller: str, n: int = 1000) -> float:
 
 
 GOOD_ONE, LONGER_GOOD_ONE = " but the acting was superb .", " but the acting was very superb ."
-FREQUENCIES = [  # labeller, two responses, sigmoid(3 x difference) worked out
-    ("gold", GOOD_ONE, " .", 0.952574),  # difference 1
-    ("gold", " .", GOOD_ONE, 0.047426),
-    ("gold", BY_HAND["21 words"][0], BY_HAND["18 words are read gladly"][0], 0.182426),  # -1/2
-    ("gold", BY_HAND["18 words are read gladly"][0], BY_HAND["the 19th word is rambling"][0], 0.817574),  # 1/2
-    ("length", LONGER_GOOD_ONE, GOOD_ONE, 0.679179),  # equally good, one word longer: 1/4
-    ("length", GOOD_ONE, LONGER_GOOD_ONE, 0.320821),
-    ("length", GOOD_ONE, " .", 0.998829),  # 1 + 5/4
+FREQUENCIES = [  # labeller, two responses, sigmoid(2 x difference) worked out
+    ("gold", GOOD_ONE, " .", 0.880797),  # difference 1
+    ("gold", " .", GOOD_ONE, 0.119203),
+    ("gold", BY_HAND["21 words"][0], BY_HAND["18 words are read gladly"][0], 0.268941),  # -1/2
+    ("gold", BY_HAND["18 words are read gladly"][0], BY_HAND["the 19th word is rambling"][0], 0.731059),  # 1/2
+    ("length", LONGER_GOOD_ONE, GOOD_ONE, 0.622459),  # equally good, one word longer: 1/4
+    ("length", GOOD_ONE, LONGER_GOOD_ONE, 0.377541),
+    ("length", GOOD_ONE, " .", 0.989013),  # 1 + 5/4
 ]
 
 

@@ -886,7 +886,7 @@ def test_a_single_held_out_response_has_no_interval_and_can_be_drawn(train, lear
         ({"task": "reviews", "reward": "xyz"}, r"--reward xyz is unknown: write rm:DIR"),
         ({"task": "reviews", "reward": "rm:nowhere"}, r"nowhere holds no reward model"),
         ({"task": "chain", "reward": "rm:nowhere"}, r"--task chain has a verifier: leave --reward away"),
-        ({"task": "reviews", "reward": "LEARNED", "max_new_tokens": 33}, r"reads 37 tokens .* writes 38 of 25"),
+        ({"task": "reviews", "reward": "LEARNED", "max_new_tokens": 33}, r"reads 37 tokens .* writes 38 of 61"),
     ],
 )
 def test_a_reward_that_cannot_be_is_an_error_before_any_work(chosen, message, train, learned, tmp_path):

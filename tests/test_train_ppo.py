@@ -821,7 +821,7 @@ def command(tmp_path, monkeypatch, capsys):
         ("--reward xyz", "--reward xyz is unknown: write rm:DIR"),
         ("--reward rm:x --pairs 9 --labeller length", "--pairs, --labeller would do nothing beside --reward: leave"),
         ("--reward rm:nowhere", "nowhere holds no reward model: give the folder of a run of train_ppo.py"),
-        ("--reward rm:../other", "of a vocabulary of 5, the policy writes 37 of 25: train another"),
+        ("--reward rm:../other", "of a vocabulary of 5, the policy writes 37 of 61: train another"),
         ("--kl-in both", "--kl-in both is unknown: choose one of reward, loss"),
         ("--labeller nobody", "--labeller nobody is unknown: choose one of gold, length"),
         ("--task chain", "--task chain is unknown: choose one of reviews"),

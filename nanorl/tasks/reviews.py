@@ -19,8 +19,10 @@ from nanorl.tasks.task import Problem
 from nanorl.tokenizer import Tokenizer
 
 NOUNS = ["plot", "acting", "music", "ending", "dialogue", "camera"]
-GOOD = ["great", "superb", "clever", "moving", "funny", "bold"]
-BAD = ["dull", "weak", "silly", "noisy", "stale", "clumsy"]
+GOOD = "great superb clever moving funny bold charming brilliant warm fresh sharp witty".split()
+GOOD += "tender vivid graceful honest gripping stunning lovely rich elegant subtle daring playful".split()
+BAD = "dull weak silly noisy stale clumsy bland tired hollow messy cold flat".split()
+BAD += "lazy boring clunky shallow bleak sloppy tedious grating vapid stiff murky dreary".split()
 JOINING = ["and", "but"]
 WORDS = ["the", "was", "very", *JOINING, *NOUNS, *GOOD, *BAD, "."]
 # A letter for each word, so that the grammar is a regular expression: n noun, a adjective, j joining, others themselves
@@ -32,10 +34,10 @@ CLAIM = re.compile("tnwv?a")
 CLAIM_SHARES = {0: 0.1, 1: 0.3, 2: 0.35, 3: 0.25}  # claims added by a demonstration
 GOOD_SHARE = 0.5  # of its adjectives
 VERY_SHARE = 0.25
-BROKEN = 3.0  # gold lost for each word that may not stand where it stands, and for a missing end
-REPEATED = 1.0  # gold lost for a claim about something that was spoken of before
+BROKEN = 1.0  # gold lost for each word that may not stand where it stands, and for a missing end
+REPEATED = 1.0  # gold lost for a claim about something, or with an adjective, that came before
 PATIENCE, RAMBLING = 18, 0.5  # words that are read gladly; gold lost for each word behind them
-SHARPNESS = 3.0  # of the person's judgement: P(A over B) = sigmoid(SHARPNESS (gold A - gold B))
+SHARPNESS = 2.0  # of the person's judgement: P(A over B) = sigmoid(SHARPNESS (gold A - gold B))
 LABELLERS = {"gold": 0.0, "length": 0.25}  # people, and what gold a word is worth to each of them, whatever it says
 
 
@@ -52,24 +54,25 @@ def claims(words: list[str]) -> list[tuple[str, str]]:
 
 
 def gold(prompt: str, response: str) -> float:
-    """What the hidden person thinks of `response`: +1 for a good claim, -1 for a bad one, if its noun was not spoken of
-    before; less for speaking of it again, for broken grammar and for rambling."""
+    """What the hidden person thinks of `response`: +1 for a good claim, -1 for a bad one, if it is about something new
+    and in words that are new; less for saying it again, for broken grammar and for rambling."""
     before, words = prompt.split(), response.split()
     text = before + words
     score = 0.0
-    nouns = set()
+    said = set()
     for number, (noun, adjective) in enumerate(claims(text)):
         if number:  # the first one is the prompt's
-            score += -REPEATED if noun in nouns else 1.0 if adjective in GOOD else -1.0
-        nouns.add(noun)
+            score += -REPEATED if {noun, adjective} & said else 1.0 if adjective in GOOD else -1.0
+        said |= {noun, adjective}
     pairs = itertools.pairwise(text[len(before) - 1 :])
     broken = sum(KIND[b] not in FOLLOWS[KIND[a]] for a, b in pairs) + (not words or words[-1] != ".")
     return score - BROKEN * broken - RAMBLING * max(0, len(words) - PATIENCE)
 
 
 def review(rng: random.Random) -> str:
-    """One that a person who neither tries hard nor repeats on purpose might add. Its grammar is right: so a model that
-    learned from such reviews hardly ever breaks it, and people are hardly ever asked about broken ones."""
+    """One that a person who neither tries hard nor repeats on purpose might add. Its grammar is right and its adjectives
+    are many: a model that learned from such reviews hardly ever breaks the one or repeats the others, and people are
+    hardly ever asked about reviews that do."""
     [count] = rng.choices(list(CLAIM_SHARES), list(CLAIM_SHARES.values()))
     return "".join(f" {rng.choice(JOINING)}{clause(rng)}" for _ in range(count)) + " ."
 
@@ -91,7 +94,7 @@ class Reviews:
         return [Problem(rng.choice(self.prompts[False]), review(rng)) for _ in range(n)]
 
     def held_out_problems(self, n: int) -> list[Problem]:
-        """One prompt in eight, again and again: there are 144 in all."""
+        """One prompt in eight, again and again: there are 576 in all."""
         rng = random.Random("held out")
         return [Problem(prompt, review(rng)) for prompt in itertools.islice(itertools.cycle(self.prompts[True]), n)]
 
