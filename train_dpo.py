@@ -65,7 +65,7 @@ class Config:
     """Folder for everything the run writes. Default: runs/dpo-N, the next free N."""
     seed: int = 0
     """Of weights, prompts, samples, labels and the order of the pairs."""
-    steps: int = 200
+    steps: int = 240
     """Updates. A resumed run may be given another number: the learning rate then follows that."""
     task: str = "reviews"
     """What to learn: a row of nanorl/tasks whose responses people compare."""
@@ -81,7 +81,7 @@ class Config:
     """Pairs scored at a time; it changes memory, not the result. Default: all."""
     loss: str = "dpo"
     """dpo (sigmoid), or ipo: pull the margin to 1 / (2 beta) and no further."""
-    beta: float = 0.1
+    beta: float = 0.3
     """Weight of KL(policy || reference) in what DPO solves; small: far from the reference."""
     label_smoothing: float = 0.0
     """Share of the labels thought to be wrong (cDPO)."""

@@ -40,6 +40,7 @@ TINY = {
     "batch": 8,
     "max_new_tokens": 10,
     "steps": 3,
+    "beta": 0.1,
     "save_every": 10,
     "eval_problems": 8,
     "device": "cpu",
