@@ -35,18 +35,18 @@ BY_HAND = {  # behind " the plot was dull": what was said, and why it is worth t
     "an adjective said twice": (" and the acting was great and the music was great .", 1.0 - 1.0),
     "the prompt's adjective again": (" and the acting was dull .", -1.0),
     "a noun and an adjective said before cost no more": (" and the plot was dull .", -1.0),
-    "no end": (" but the acting was superb", 1.0 - 1.0),
-    "an empty response": ("", -1.0),
-    "cut off in a clause": (" but the acting was", -1.0),
-    "a word left out makes no claim": (" but acting was superb .", -1.0),
-    "a word said twice inside makes no claim": (" but the acting was was superb .", -1.0),
-    "nothing may stand behind the end": (" but the acting was superb . .", 1.0 - 1.0),
-    "going on behind the end": (" . and the acting was superb .", 1.0 - 1.0),
-    "an end that is none": (" . the", -1.0 - 1.0),
-    "no joining word": (" the acting was superb .", 1.0 - 1.0),
-    "an adjective that belongs to nothing": (" very superb .", -1.0),
-    "two joining words": (" and but the acting was superb .", 1.0 - 1.0),
-    "only nouns and praise": (" ending great ending great .", -4 * 1.0),
+    "no end": (" but the acting was superb", 1.0 - 2.0),
+    "an empty response": ("", -2.0),
+    "cut off in a clause": (" but the acting was", -2.0),
+    "a word left out makes no claim": (" but acting was superb .", -2.0),
+    "a word said twice inside makes no claim": (" but the acting was was superb .", -2.0),
+    "nothing may stand behind the end": (" but the acting was superb . .", 1.0 - 2.0),
+    "going on behind the end": (" . and the acting was superb .", 1.0 - 2.0),
+    "an end that is none": (" . the", -2.0 - 2.0),
+    "no joining word": (" the acting was superb .", 1.0 - 2.0),
+    "an adjective that belongs to nothing": (" very superb .", -2.0),
+    "two joining words": (" and but the acting was superb .", 1.0 - 2.0),
+    "only nouns and praise": (" ending great ending great .", -4 * 2.0),
     "18 words are read gladly": (said(THREE_GOOD.format("very", "very", "")), 3.0),
     "the 19th word is rambling": (said(THREE_GOOD.format("very", "very", "very")), 3.0 - 0.5),
     "21 words": (said(THREE_GOOD.format("", "", ""))[:-2] + " and the camera was moving .", 4.0 - 3 * 0.5),
@@ -76,7 +76,7 @@ def test_demonstrations_are_in_the_grammar():
     assert all(WHOLE.fullmatch(p.prompt + p.answer) for p in Reviews().training_problems(300, "grammar"))
 
 
-def test_a_review_in_the_grammar_is_worth_its_claims_and_any_other_one_loses_a_point_for_each_slip():
+def test_a_review_in_the_grammar_is_worth_its_claims_and_any_other_one_loses_two_points_for_each_slip():
     """Against a second reader: a regular expression over words, and the claims taken apart at the joining words."""
     rng = random.Random(3)
     whole = slips = 0
@@ -94,7 +94,7 @@ def test_a_review_in_the_grammar_is_worth_its_claims_and_any_other_one_loses_a_p
             assert lost == pytest.approx(0, abs=1e-12)
             whole += 1
         else:
-            assert lost == pytest.approx(round(lost), abs=1e-9) and round(lost) >= 1
+            assert lost / 2 == pytest.approx(round(lost / 2), abs=1e-9) and round(lost / 2) >= 1
             slips += 1
     assert 0.1 < slips / 1500 < 0.2  # a slip may leave a review whole: a "very" left out, say
 

@@ -34,7 +34,7 @@ CLAIM = re.compile("tnwv?a")
 CLAIM_SHARES = {0: 0.1, 1: 0.3, 2: 0.35, 3: 0.25}  # claims added by a demonstration
 GOOD_SHARE = 0.5  # of its adjectives
 VERY_SHARE = 0.25
-BROKEN = 1.0  # gold lost for each word that may not stand where it stands, and for a missing end
+BROKEN = 2.0  # gold lost for each word that may not stand where it stands, and for a missing end
 REPEATED = 1.0  # gold lost for a claim about something, or with an adjective, that came before
 PATIENCE, RAMBLING = 18, 0.5  # words that are read gladly; gold lost for each word behind them
 SHARPNESS = 2.0  # of the person's judgement: P(A over B) = sigmoid(SHARPNESS (gold A - gold B))
