@@ -1,6 +1,6 @@
 """RLHF whole: imitate, learn what people prefer, then PPO against what was learned.
 
-    python train_ppo.py                       film reviews, two to three minutes on one core
+    python train_ppo.py                       film reviews, three to four minutes on one core
     python train_ppo.py --beta 0              nothing holds the policy back: it learns to fool the reward model
     python train_ppo.py --help                every option
 
@@ -119,7 +119,7 @@ class Config:
     learning_rate: float = 5e-4
     """Of policy and critic: linearly up over a tenth of the steps, constant, linearly to 0 over the last half."""
     size: tuple[int, int, int] = (96, 2, 4)
-    """Width, layers and heads of each transformer."""
+    """Width, layers and heads of each transformer; under --reward, reward model and critic have those of the former."""
     warm_start_steps: int | None = None
     """Supervised steps on demonstrations; kept beside the run for the next one. Default: the task's."""
     eval_every: int = 10
@@ -154,7 +154,12 @@ def main(config: Config) -> dict:
     shape = policy_shape(task, config.size, max_new_tokens)
     policy = GPT(shape).to(device, dtype)  # before anything else draws a random number: a seed has one warm start
     given = file_pairs = None
-    if not (config.resume and (Path(config.out) / rewarding.NAME).exists()):  # else the run has its reward model
+    learned = bool(config.out) and (Path(config.out) / rewarding.NAME).exists()
+    if learned and not config.resume:
+        raise RunError(
+            f"{config.out} already holds a reward model: choose another --out, or give --reward rm:{config.out}"
+        )
+    if not learned:
         given = rewarding.from_option(config.reward, shape) if config.reward else None
         file_pairs = preferences.from_option(config.pairs, task.tokenizer, shape.max_context)
 
@@ -247,7 +252,6 @@ def main(config: Config) -> dict:
                 rate = schedule(step, config.steps, decay=DECAY, warmup=int(WARMUP * config.steps))
                 means, updates = Means(), 0
                 norms = torch.zeros(2, device=device)  # of the gradients of policy and critic
-                moved = 0.0  # KL(old || policy) in the last update, nats a token
                 batches = [
                     rows
                     for epoch in range(config.epochs)
@@ -255,7 +259,7 @@ def main(config: Config) -> dict:
                 ]
                 for rows in batches:
                     batch = rollout.select(rows)
-                    denominator, moved = token_count(batch.mask), 0.0
+                    denominator, moved = token_count(batch.mask), 0.0  # moved: KL(old || policy), nats a token
                     total = torch.zeros(2, device=device, dtype=rollout.rewards.dtype)
                     for optimizer in optimizers:
                         optimizer.zero_grad()

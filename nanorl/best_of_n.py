@@ -44,8 +44,9 @@ def best_of_n(run: Path, ns: Sequence[int], pool: int) -> list[dict]:
     chooses and the policy to sample from, the one it started with: `pool` responses to each prompt. Kept in its folder.
     """
     kept = run / f"best_of_n_{pool}.json"
-    if kept.exists():
-        return json.loads(kept.read_text())
+    done = json.loads(kept.read_text()) if kept.exists() else {}
+    if done.get("ns") == list(ns):
+        return done["found"]
     options = json.loads((run / "config.json").read_text())["options"]
     task = PREFERENCE_TASKS[options["task"]]()
     policy = checkpoint.load_model(checkpoint.complete(run / "checkpoint")[0], "reference")
@@ -69,5 +70,5 @@ def best_of_n(run: Path, ns: Sequence[int], pool: int) -> list[dict]:
     for n in ns:
         gold, proxy, length = mean_of_best(scores, values, n).mean(0).tolist()
         result.append({"kl": kl_of_best(n), "gold": gold, "proxy": proxy, "mean_length": length})
-    write_json(kept, result)
+    write_json(kept, {"ns": list(ns), "found": result})
     return result

@@ -100,6 +100,8 @@ def load(checkpoint: Path, models: dict[str, nn.Module]) -> dict:
     try:
         weights = {name: load_file(checkpoint / f"{name}.safetensors") for name in models}
         training = torch.load(checkpoint / "training.pt", map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
     except Exception as error:  # of any kind: torch reads whatever it finds as a pickle
         raise RunError(f"{checkpoint} is damaged ({error!r})") from None
     for name, model in models.items():

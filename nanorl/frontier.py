@@ -24,12 +24,12 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
-from nanorl import preferences, reward_model
+from nanorl import evaluation, preferences, reward_model, sampler
 from nanorl.best_of_n import best_of_n
 from nanorl.compare import AROUND, digest_of, given_options, say, share_warm_starts, write_numbers
 from nanorl.errors import Interrupted, RunError
 from nanorl.intervals import mean_and_half
-from nanorl.losses import bradley_terry, dpo, ppo
+from nanorl.losses import bradley_terry, dpo, grpo, ppo
 from nanorl.options import RUNS, at_least, command_line
 from nanorl.paired import estimate, plus_minus, round_off, table
 from nanorl.plots import evaluations, read_metrics, save
@@ -38,7 +38,18 @@ from nanorl.tasks import reviews
 
 SCRIPTS = {"PPO": "train_ppo.py", "GRPO": "train_grpo.py", "DPO": "train_dpo.py"}
 COLORS = {"PPO": "tab:blue", "GRPO": "tab:orange", "DPO": "tab:green", "best-of-n": "tab:red"}
-CODE = (*AROUND, bradley_terry, dpo, ppo, preferences, reward_model, reviews)  # decides a run, with its script
+CODE = (
+    *AROUND,
+    bradley_terry,
+    dpo,
+    grpo,
+    ppo,
+    evaluation,
+    preferences,
+    reward_model,
+    reviews,
+    sampler,
+)  # and its script
 POOL, QUICK_POOL = 512, 64  # responses to each prompt that best-of-n chooses from
 NS = [2**i for i in range(7)]
 TINY = "--size 16 1 2 --warm-start-steps 20 --steps 4 --eval-every 2 --eval-problems 32 --max-new-tokens 12".split()
@@ -213,7 +224,8 @@ def main(config: Config) -> dict:
     names = {f"{method}, beta {beta:g}": [job.out.name for job in jobs] for (method, beta), jobs in runs.items()}
     result = {"command": command, "seeds": config.seeds, "runs": names, "points": points, "course": course}
     write_numbers(out / "frontier.json", result)
-    notes = f"Mean ± half the 95 % interval over {config.seeds} seeds. The KL of best-of-n is an upper bound."
+    notes = f"Mean ± half the 95 % interval over {config.seeds} seeds. The KL of best-of-n is an upper bound. "
+    notes += "PPO alone pays for a response that is cut off."
     text = f"{markdown(points)}\n\n{notes}\n`{command}`\n"
     (out / "frontier.md").write_text(text)
     caption = f"Mean and 95 % interval of {config.seeds} seeds. Drawn by: {command}"

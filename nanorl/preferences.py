@@ -88,7 +88,7 @@ def collect_pairs(
             seed=seed,
             sample_ids=range(2 * start, 2 * min(start + ASKED_AT_ONCE, n)),
         )
-        ids += [row[:n] for row, n in zip(rollout.tokens.tolist(), rollout.lengths.tolist(), strict=True)]
+        ids += [row[:length] for row, length in zip(rollout.tokens.tolist(), rollout.lengths.tolist(), strict=True)]
         texts += rollout.texts(tokenizer)
     for i, problem in enumerate(problems):
         first, second = 2 * i, 2 * i + 1

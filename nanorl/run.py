@@ -153,14 +153,18 @@ class Run:
 
     def newest_state(self) -> dict | None:
         """Of the newest checkpoint that can be read, whose weights are then in the models."""
-        checkpoints = checkpoint.complete(self.out / "checkpoint")
-        for path in reversed(checkpoints):
+        damaged: list[Path] = []
+        for path in reversed(checkpoint.complete(self.out / "checkpoint")):
             try:
-                return checkpoint.load(path, self.models)
+                state = checkpoint.load(path, self.models)
             except RunError as error:
                 self.say(f"{error}: looking for an older one")
-                path.rename(path.with_name(f"{checkpoint.PARTIAL}_damaged_{path.name}"))  # makes room for a whole one
-        if checkpoints:
+                damaged.append(path)
+                continue
+            for old in damaged:  # not before: where nothing could be read, the fault may lie elsewhere
+                old.rename(old.with_name(f"{checkpoint.PARTIAL}_damaged_{old.name}"))  # makes room for a whole one
+            return state
+        if damaged:
             raise RunError(f"no checkpoint in {self.out} could be read: start a new run with another --out")
         return None
 

@@ -807,6 +807,24 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(tmp_path, name, dam
     assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2, 3]
 
 
+def test_where_no_checkpoint_can_be_read_all_stay_and_a_later_resume_goes_on(tmp_path, monkeypatch):
+    """The disk, the memory or a library may be at fault, and be well again the next time."""
+    out = tmp_path / "run"
+    options = {"out": str(out), "steps": 4, "save_every": 2, "eval_every": 9, **TINY}
+    train_grpo.main(train_grpo.Config(**options))
+    before = (out / "metrics.jsonl").read_text()
+
+    def broken(*_, **__):
+        raise OSError("input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "load_file", broken)
+        with pytest.raises(RunError, match=r"no checkpoint in .* could be read"):
+            train_grpo.main(train_grpo.Config(**options, resume=True))
+    train_grpo.main(train_grpo.Config(**options, resume=True))
+    assert (out / "metrics.jsonl").read_text() == before
+
+
 def test_without_any_checkpoint_a_resumed_run_starts_its_log_anew(tmp_path):
     out = tmp_path / "run"
     for resume in (False, True):

@@ -761,6 +761,12 @@ def test_a_run_keeps_a_copy_of_the_reward_model_it_was_given(train, finished, tm
     assert equal(mine, theirs)
 
 
+def test_a_fresh_run_never_takes_up_a_reward_model_that_lies_in_its_folder(train, finished, tmp_path):
+    shutil.copytree(finished.out / "reward_model", tmp_path / "run-0" / "reward_model")
+    with pytest.raises(RunError, match=r"already holds a reward model: choose another --out, or give --reward rm:"):
+        train(pairs="30", steps=1)
+
+
 def test_the_labeller_of_the_option_is_the_one_who_is_asked(train, monkeypatch):
     asked, prefers = set(), Reviews.prefers
 

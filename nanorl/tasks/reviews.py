@@ -70,7 +70,7 @@ def gold(prompt: str, response: str) -> float:
 
 
 def review(rng: random.Random) -> str:
-    """One that a person who neither tries hard nor repeats on purpose might add. Its grammar is right and its adjectives
+    """One that a person who neither tries hard nor repeats on purpose might add. Its grammar is right, and adjectives
     are many: a model that learned from such reviews hardly ever breaks the one or repeats the others, and people are
     hardly ever asked about reviews that do."""
     [count] = rng.choices(list(CLAIM_SHARES), list(CLAIM_SHARES.values()))
@@ -80,7 +80,7 @@ def review(rng: random.Random) -> str:
 class Reviews:
     tokenizer = Tokenizer.words(WORDS)
     max_prompt_tokens = 5
-    max_new_tokens = 32  # twice what the longest demonstration needs: room to ramble
+    max_new_tokens = 32  # the longest demonstration needs 20: room to ramble
     warm_start_steps = 80
     labellers = LABELLERS
 
