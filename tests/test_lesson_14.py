@@ -3,13 +3,14 @@
 import functools
 import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from nanorl.best_of_n import kl_of_best, mean_of_best
-from nanorl.tasks.reviews import LABELLERS, gold
+from nanorl.tasks.reviews import BROKEN, LABELLERS, PATIENCE, RAMBLING, REPEATED, claims, gold
 
 LESSON = Path(__file__).resolve().parents[1] / "lessons" / "14_reward_hacking"
 README = (LESSON / "README.md").read_text()
@@ -53,40 +54,99 @@ def test_the_labeller_who_loves_length_pays_what_the_lesson_says():
     assert LABELLERS["length"] == 0.25 and "Each word is worth 0.25 gold" in PROSE
 
 
+def test_what_gold_takes_points_for_is_what_the_lesson_says():
+    assert "one that says something again, is worth -1" in PROSE and REPEATED == 1
+    assert "Each breach of grammar costs 2, each word behind the 18th half a point" in PROSE
+    assert (BROKEN, RAMBLING, PATIENCE) == (2, 0.5, 18)
+
+
+def prompt_and_response(cell: str) -> tuple[str, str]:
+    return re.fullmatch(r"\*(.*?)\* (.*)", cell).groups()
+
+
 def test_the_responses_shown_have_the_gold_that_is_shown():
-    rows = table_of("responses")
-    assert len(rows) >= 5
-    for _, text, _, shown in rows:
-        prompt, response = re.fullmatch(r"\*(.*)\* (.*)", text).groups()
-        assert float(shown) == pytest.approx(gold(prompt, response), abs=0.051)
+    responses, ends = table_of("responses"), table_of("ends")
+    assert len(responses) >= 5 and {row[0] for row in ends} == {"0", "1", "2"}
+    for _, text, _, shown in responses + ends:
+        assert float(shown) == pytest.approx(gold(*prompt_and_response(text)), abs=0.051)
+
+
+def test_the_faults_counted_are_those_that_gold_takes_points_for(load, monkeypatch):
+    monkeypatch.setitem(sys.modules, "solution", load("solution"))
+    faults = load("figure").faults
+    again, broken = " but the plot was great .", " and the music was bold the acting was bold"
+    assert faults(" the plot was dull", again) == {"broken": 0, "again": 1, "words": 6}
+    assert faults(" the plot was dull", broken) == {"broken": 2, "again": 1, "words": 9}  # no joining word, no end
+    for _, text, _, _ in table_of("responses") + table_of("ends"):
+        found = faults(*prompt_and_response(text))
+        lost = BROKEN * found["broken"] + RAMBLING * max(0, found["words"] - PATIENCE)
+        claimed = len(claims(text.replace("*", "").split())) - 1  # the first one is the prompt's
+        of_claims = gold(*prompt_and_response(text)) + lost
+        assert of_claims == int(of_claims) and of_claims <= claimed - 2 * found["again"]
 
 
 # ---- what the lesson says of its runs
 
 
-def test_what_the_lesson_says_of_its_runs_stands_in_their_tables():
+def test_what_the_lesson_says_of_the_course_without_kl_stands_in_its_table():
     course = {int(row[0]): [measured(cell)[0] for cell in row[1:]] for row in table_of("course")}
     first, last = course[0], course[max(course)]
-    assert "from -0.04 to 1.78" in PROSE and (round(first[1], 2), round(last[1], 2)) == (-0.04, 1.78)
+    assert "from -0.01 to 1.84" in PROSE and (round(first[1], 2), round(last[1], 2)) == (-0.01, 1.84)
     golds = {step: row[0] for step, row in course.items()}
     peak = max(golds, key=golds.get)
-    assert "for ten steps, to 0.58, and then falls to -1.07" in PROSE
-    assert (peak, round(golds[peak], 2), round(last[0], 2)) == (10, 0.58, -1.07) and last[0] < first[0]
+    assert "to 0.29 at step 30, and then falls to -3.37" in PROSE
+    assert (peak, round(golds[peak], 2), round(last[0], 2)) == (30, 0.29, -3.37) and last[0] < first[0]
+    assert "at step 20 the responses have 3.9 tokens instead of 11.0" in PROSE
+    assert (round(course[20][3], 1), round(first[3], 1)) == (3.9, 11.0)
+
+
+def test_what_the_lesson_says_of_where_it_begins_stands_in_the_table_of_turns():
     turns = table_of("turns")
-    free, held = ([row for row in turns if row[0] == beta] for beta in ("0", "0.02"))
-    assert "(1.23, 2.34, 1.32)" in PROSE and [row[6] for row in held] == ["1.23", "2.34", "1.32"]
-    assert "(0.64, 1.30, 0.26)" in PROSE and [row[2] for row in free] == ["0.64", "1.30", "0.26"]
-    assert all(float(a[6]) > float(b[2]) for a, b in zip(held, free, strict=True))
-    assert "at step 10 or 30, at 2 to 11 nats" in PROSE and {row[3] for row in free} == {"10", "30"}
-    assert [round(min(float(row[4]) for row in free)), round(max(float(row[4]) for row in free))] == [2, 11]
-    waits = [int(row[9]) - int(row[3]) for row in free]
-    assert "step 20 to 50, ten to twenty steps behind it" in PROSE and {min(waits), max(waits)} == {10, 20}
-    assert [row[9] for row in held] == ["40", "-", "-"]
+    of_beta = {beta: [row for row in turns if row[0] == beta] for beta in ("0.05", "0.1", "0.3", "0")}
+    free, held = of_beta["0"], [row for row in turns if row[0] != "0"]
+    assert len(held) == 9 and len(free) == 3
+    assert "at step 30 or 80, at 3 to 13 nats" in PROSE and {row[3] for row in free} == {"30", "80"}
+    assert [round(min(float(row[4]) for row in free)), round(max(float(row[4]) for row in free))] == [3, 13]
+    assert "ten steps behind it" in PROSE and all(int(row[9]) - int(row[3]) == 10 for row in free)
+    assert "None of the nine runs with a KL penalty is warned of" in PROSE and all(row[9] == "-" for row in held)
+    assert "never more than 0.05 below their best" in PROSE
+    assert all(float(row[2]) - float(row[6]) < 0.0501 for row in held)
+    assert "its best is 0.02" in PROSE and free[2][2] == "0.02"
+    ends = {beta: [row[6] for row in rows] for beta, rows in of_beta.items()}
+    assert "(1.75, 1.72, 0.92 and 1.73, 1.46, 0.96)" in PROSE
+    assert [*ends["0.05"], *ends["0.1"]] == ["1.75", "1.72", "0.92", "1.73", "1.46", "0.96"]
+    assert "(0.39, 1.33, 0.02); with 0.3 two of three do" in PROSE and [row[2] for row in free] == [
+        "0.39",
+        "1.33",
+        "0.02",
+    ]
+    more = {
+        beta: sum(float(a) > float(b[2]) for a, b in zip(ends[beta], free, strict=True))
+        for beta in ("0.05", "0.1", "0.3")
+    }
+    assert more == {"0.05": 3, "0.1": 3, "0.3": 2}
+    assert all(min(rows, key=lambda row: float(row[6]))[1] == "2" for beta, rows in of_beta.items())
+
+
+def test_what_the_lesson_says_of_the_pairs_stands_in_the_table_of_what_was_seen():
+    seen = table_of("seen")
+    pairs, ends = seen[::2], seen[1::2]
+    asked = [int(re.search(r"[\d,]+", row[1])[0].replace(",", "")) for row in pairs]
+    assert "Not one of the 37,636 responses" in PROSE and 2 * sum(asked) == 37636
+    assert {row[6] for row in pairs} == {"0.00 %"}  # one of them would be 0.01 %
+    assert 100 / (2 * max(asked)) > 0.005
+    assert "at most one in a hundred has one" in PROSE and all(float(row[5].split()[0]) <= 1 for row in pairs)
+    assert "it is 86, 61 and 100 % that have two or more" in PROSE
+    assert [round(float(row[6].split()[0])) for row in ends] == [86, 61, 100]
+
+
+def test_what_the_lesson_says_of_the_labellers_stands_in_their_table():
     labellers = {row[0]: measured(row[1]) for row in table_of("labellers")}
     plain = [labellers[f"correlation of {name} and length"][0] for name in ("score", "gold")]
-    assert "-0.24 and -0.23" in PROSE and [round(x, 2) for x in plain] == [-0.24, -0.23]
+    assert "-0.29 and -0.29" in PROSE and [round(x, 2) for x in plain] == [-0.29, -0.29]
     mean, half = labellers["the same among responses of equal gold"]
-    assert "-0.09 ± 0.11" in PROSE and (round(mean, 2), round(half, 2)) == (-0.09, 0.11)
+    assert "-0.13 ± 0.02" in PROSE and (round(mean, 2), round(half, 2)) == (-0.13, 0.02)
+    assert "writes 12.0 tokens instead of 11.0" in PROSE and round(labellers["length after PPO"][0], 1) == 12.0
 
 
 # ---- exercises

@@ -9,6 +9,7 @@ runs/frontier.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -29,19 +30,23 @@ from nanorl.evaluation import EVAL_SEED, grade
 from nanorl.intervals import mean_and_half
 from nanorl.paired import estimate, plus_minus, table
 from nanorl.plots import evaluations, read_metrics, save
+from nanorl.preferences import collect_pairs
 from nanorl.processes import SCRIPT, Job, cores, run_all
 from nanorl.sampler import Sampler
 from nanorl.tasks import Reviews
+from nanorl.tasks.reviews import FOLLOWS, KIND, claims
 from nanorl.tasks.reviews import gold as gold_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = Path("runs") / "frontier"  # from ROOT
 SEEDS = 3
 BETA = 0.1  # of the two labellers' runs
+TEACHERS = "PPO, beta 0.05"  # whose runs asked for the pairs that all reward models of the labeller gold learned from
 COMMAND = "python lessons/14_reward_hacking/figure.py"
 RESPONSES = 2048  # of the warm start, to look for a length bias in
-SHOWN_STEPS = (0, 10, 20, 30, 50, 70, 90)  # of the responses without KL
-BINS = np.arange(1, 26, 2)  # tokens, of the lower left panel
+SHOWN_STEPS = (0, 10, 20, 30, 40, 50, 70, 90, 120, 150)  # of the responses without KL
+SHOWN_AT_END = 2  # responses of each seed without KL
+BINS = np.array([1, 5, 10, 16, 21])  # tokens, of the lower left panel: what 0, 1, 2 and 3 claims take
 PEOPLE = {"gold": "tab:orange", "length": "tab:purple"}  # labeller -> color
 
 
@@ -82,12 +87,12 @@ def opinions(out: Path) -> dict[str, torch.Tensor]:
     return {"gold": golds, "length": rollout.lengths.double(), "score": judge.outcomes(rollout).double()}
 
 
-def band(axes, x, values: torch.Tensor, color: str, label: str, line: str = "-") -> None:
+def band(axes, x, values: torch.Tensor, color: str, label: str, line: str = "-", shade: float = 0.12) -> None:
     """(seeds, points): mean and interval, seeds thin."""
     mean, half = mean_and_half(values)
     axes.plot(x, values.T, color=color, lw=0.7, alpha=0.5)
     axes.plot(x, mean, line, color=color, label=label)
-    axes.fill_between(x, mean - half, mean + half, color=color, alpha=0.12, lw=0)
+    axes.fill_between(x, mean - half, mean + half, color=color, alpha=shade, lw=0)
 
 
 def draw(path: Path) -> None:
@@ -95,9 +100,12 @@ def draw(path: Path) -> None:
     said = {who: [opinions(out) for out in outs] for who, outs in people.items()}
     figure, ((course, held), (bias, longer)) = plt.subplots(2, 2, figsize=(12, 9))
     frontier.draw_course(course, found["course"])
+    seen = np.array([found["course"][name]["values"] for name in ("gold", "proxy")], float)
+    course.set(ylim=(seen.min() - 1, seen.max() + 1))  # three seeds' intervals would reach far beyond what was seen
     runs = [(name.removeprefix("PPO, beta "), outs) for name, outs in found["runs"].items() if "PPO" in name]
     for number, (beta, outs) in enumerate(runs):
-        band(held, *courses([ROOT / RUNS / out for out in outs], "gold"), f"C{number}", f"beta {beta}")
+        shade = 0.12 if float(beta) else 0.0  # without KL the seeds are so far apart that it would cover all
+        band(held, *courses([ROOT / RUNS / out for out in outs], "gold"), f"C{number}", f"beta {beta}", shade=shade)
     low = min(courses([ROOT / RUNS / out for out in outs], "gold")[1].mean(0).min().item() for b, outs in runs[:-1])
     held.set(xlabel="step of PPO", ylabel="gold on held-out prompts", ylim=(low - 2, 3))
     held.set_title("What beta holds back", fontsize=11)
@@ -117,10 +125,12 @@ def draw(path: Path) -> None:
     figure.suptitle(title(found["course"]))
     save(figure, path, f"Mean and 95 % interval of {SEEDS} seeds. Drawn by: {COMMAND}")
     page = path.with_name("README.md")
-    hacked = [ROOT / RUNS / out for out in found["runs"]["PPO, beta 0"]]
+    hacked, teachers = ([ROOT / RUNS / out for out in found["runs"][name]] for name in ("PPO, beta 0", TEACHERS))
     write_between(page, "course", of_course(found["course"]))
     write_between(page, "turns", of_turns(found))
     write_between(page, "responses", of_responses(hacked[0]))
+    write_between(page, "ends", of_ends(hacked))
+    write_between(page, "seen", of_seen(teachers, hacked))
     write_between(page, "labellers", of_labellers(people, said))
 
 
@@ -178,16 +188,78 @@ def warned(points: list[tuple[int, dict]]) -> int | str:
     return "-"
 
 
+def samples(out: Path) -> dict[int, list[tuple[str, str, str]]]:
+    """step -> (prompt, response, proxy) of each response of the training batch of that step."""
+    lines = (out / "samples.txt").read_text().splitlines()
+    found: dict[int, list[tuple[str, str, str]]] = {}
+    for line in lines:
+        if head := re.fullmatch(r"--- after (\d+) steps", line):
+            found[int(head[1])] = batch = []
+        else:
+            text, _, reward = line.rpartition("   reward ")
+            batch.append((*re.fullmatch(r"( the \w+ was(?: very)? \w+) (.*)", text).groups(), reward))
+    return found
+
+
+def shown(prompt: str, response: str, reward: str) -> list[str]:
+    return [f"*{prompt.strip()}* {response.strip()}", f"{float(reward):.2f}", f"{gold_of(prompt, response):.1f}"]
+
+
 def of_responses(out: Path) -> str:
     """The first response of each batch in SHOWN_STEPS, not a chosen one."""
-    blocks = re.findall(r"(?m)^--- after (\d+) steps\n(.*)$", (out / "samples.txt").read_text())
-    rows = [["step", "prompt and response", "proxy", "gold"]]
-    for step, line in blocks:
-        if int(step) in SHOWN_STEPS:
-            text, _, reward = line.rpartition("   reward ")
-            prompt, response = re.fullmatch(r"( the \w+ was(?: very)? \w+)  ?(.*)", text).groups()
-            rows.append([step, f"*{prompt.strip()}* {response.strip()}", reward, f"{gold_of(prompt, response):.1f}"])
-    return "\n".join("| " + " | ".join(row) + " |" for row in [rows[0], ["---"] * 4, *rows[1:]])
+    rows = [[str(step), *shown(*batch[0])] for step, batch in samples(out).items() if step in SHOWN_STEPS]
+    return list_of([["step", "prompt and response", "proxy", "gold"], *rows])
+
+
+def of_ends(outs: Sequence[Path]) -> str:
+    """The first responses of each seed's last shown batch."""
+    rows = [
+        [str(seed), *shown(*one)]
+        for seed, out in enumerate(outs)
+        for one in [*samples(out).values()][-1][:SHOWN_AT_END]
+    ]
+    return list_of([["seed", "prompt and response", "proxy", "gold"], *rows])
+
+
+def list_of(rows: Sequence[Sequence[str]]) -> str:
+    """A table whose texts are too long to be padded."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
+
+
+def asked_about(out: Path) -> list[tuple[str, str]]:
+    """(prompt, response) of all pairs that a run's reward model learned from, asked for once more."""
+    options, task = json.loads((out / "config.json").read_text())["options"], Reviews()
+    policy = checkpoint.load_model(checkpoint.complete(out / "checkpoint")[0], "reference")
+    asking = {"seed": options["seed"], "labeller": options["labeller"], "max_new_tokens": task.max_new_tokens}
+    pairs, _ = collect_pairs(policy, task, int(options["pairs"]), **asking)
+    decode, stop = task.tokenizer.decode, task.tokenizer.eos_id
+    both = [(pair.prompt, ids) for pair in pairs for ids in (pair.chosen, pair.rejected)]
+    return [(decode(prompt), decode([token for token in ids if token != stop])) for prompt, ids in both]
+
+
+def faults(prompt: str, response: str) -> dict[str, int]:
+    """What gold takes points for, as counts."""
+    before, words = prompt.split(), response.split()
+    text, said, again = before + words, set(), 0
+    for noun, adjective in claims(text):
+        again += bool({noun, adjective} & said)
+        said |= {noun, adjective}
+    broken = sum(KIND[b] not in FOLLOWS[KIND[a]] for a, b in itertools.pairwise(text[len(before) - 1 :]))
+    return {"broken": broken + (words[-1:] != ["."]), "again": again, "words": len(words)}
+
+
+def of_seen(teachers: Sequence[Path], hacked: Sequence[Path]) -> str:
+    """What the reward models were asked about, and what the policies without KL write at the end."""
+    rows = [["seed", "responses", "words", "said again", "breaches of grammar", "with one", "with two or more"]]
+    for seed, (teacher, out) in enumerate(zip(teachers, hacked, strict=True)):
+        end = [faults(prompt, response) for prompt, response, _ in [*samples(out).values()][-1]]
+        pairs = [faults(*one) for one in asked_about(teacher)]
+        for name, found in ((f"of the {len(pairs) // 2:,} pairs", pairs), ("at the end", end)):
+            means = [np.mean([one[key] for one in found]) for key in ("words", "again", "broken")]
+            shares = [np.mean([one["broken"] >= least for one in found]) for least in (1, 2)]
+            rows.append([str(seed), name, f"{means[0]:.1f}", *(f"{x:.2f}" for x in means[1:])])
+            rows[-1] += [f"{100 * share:.2f} %" for share in shares]
+    return table(rows)
 
 
 def of_labellers(people: dict[str, list[Path]], said: dict[str, list[dict]]) -> str:
