@@ -149,23 +149,33 @@ def measured(cell: str) -> tuple[float, float]:
 
 
 def test_what_the_lesson_says_of_its_runs_stands_in_their_tables():
-    frontier = {(row[0], row[1]): row[2:] for row in table_behind("<!-- frontier -->")}
-    best, ppo, dpo = (
-        [measured(cell)[0] for cell in frontier[point] if cell != "-"]
-        for point in (("best-of-n", "n = 64"), ("PPO", "beta 0.02"), ("DPO", "beta 0.05"))
+    frontier = {
+        (row[0], row[1]): [measured(cell) for cell in row[2:] if cell != "-"]
+        for row in table_behind("<!-- frontier -->")
+    }
+
+    def kl_and_gold(method: str, setting: str) -> tuple[float, float]:
+        (kl, _), (gold, _) = frontier[method, setting][:2]
+        return round(kl, 1), round(gold, 2)
+
+    assert "Best of 64 has 1.47 of gold at no more than 3.2 nats; PPO with beta 0.1 has 1.38 there" in PROSE
+    assert kl_and_gold("best-of-n", "n = 64") == (3.2, 1.47) and kl_and_gold("PPO", "beta 0.1") == (3.2, 1.38)
+    assert "Beta 0.3 ends at 1.4 nats with 1.06, between best of 8 (0.93) and best of 16 (1.18)" in PROSE
+    low, middle, high = (
+        kl_and_gold(*point) for point in (("best-of-n", "n = 8"), ("PPO", "beta 0.3"), ("best-of-n", "n = 16"))
     )
-    assert "1.73 of gold at no more than 3.2 nats. PPO with beta 0.02 has 1.63 at 8.1" in PROSE
-    assert [round(x, 2) for x in (best[1], ppo[1])] == [1.73, 1.63] and [round(best[0], 1), round(ppo[0], 1)] == [
-        3.2,
-        8.1,
-    ]
-    kl, gold = (measured(cell)[0] for cell in frontier["best-of-n", "n = 16"][:2])
-    assert "where best of 16, at 1.8, has 1.36" in PROSE and (round(kl, 1), round(gold, 2)) == (1.8, 1.36)
-    assert "0.16 at 4.0 nats" in PROSE and (round(dpo[1], 2), round(dpo[0], 1)) == (0.16, 4.0)
+    assert (middle, low[1], high[1]) == ((1.4, 1.06), 0.93, 1.18) and low[0] < middle[0] < high[0]
+    for one, other in ((("PPO", "beta 0.1"), ("best-of-n", "n = 64")), (("PPO", "beta 0.3"), ("best-of-n", "n = 8"))):
+        (a, half), (b, _) = frontier[one][1], frontier[other][1]
+        assert abs(a - b) < half  # "do not tell these apart"
+    assert "Beta 0.05 spends 5.6 nats for 1.46, beta 0.1 has 1.38 for 3.2" in PROSE
+    assert kl_and_gold("PPO", "beta 0.05") == (5.6, 1.46)
+    assert "-0.46 at 8.1 nats, where best of 1, the warm start, has -0.50" in PROSE
+    assert kl_and_gold("DPO", "beta 0.05") == (8.1, -0.46) and kl_and_gold("best-of-n", "n = 1") == (0.0, -0.5)
+    assert "The seeds are far apart (± 2.35)" in PROSE and frontier["DPO", "beta 0.05"][1][1] == 2.35
     (row,) = table_behind("<!-- dpo -->")
-    accuracy, _, _, length, chosen, rejected = (measured(cell)[0] for cell in row[1:])
-    assert "in 0.76 of fresh pairs" in PROSE and round(accuracy, 2) == 0.76
-    assert "6.6 tokens instead of 11.2" in PROSE and round(length, 1) == 6.6
-    assert round(measured(frontier["best-of-n", "n = 1"][3])[0], 1) == 11.2  # the warm start
-    assert "have lost 9.5 nats, rejected ones 24.4" in PROSE and (round(-chosen, 1), round(-rejected, 1)) == (9.5, 24.4)
-    assert "is about 17 nats" in PROSE and round(-(chosen + rejected) / 2) == 17
+    accuracy, _, kl, _, chosen, rejected = (measured(cell)[0] for cell in row[1:])
+    assert "in 0.80 of fresh pairs" in PROSE and round(accuracy, 2) == 0.80
+    assert "have lost 19.4 nats, rejected ones 43.6" in PROSE and (-chosen, -rejected) == (19.4, 43.6)
+    other_kl = -(chosen + rejected) / 2
+    assert "is more than 30 nats, about four times" in PROSE and other_kl > 30 and 3.5 < other_kl / kl < 4.5
