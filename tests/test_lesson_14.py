@@ -71,6 +71,13 @@ def test_the_responses_shown_have_the_gold_that_is_shown():
         assert float(shown) == pytest.approx(gold(*prompt_and_response(text)), abs=0.051)
 
 
+def test_what_the_lesson_says_of_the_proxy_of_the_last_responses_stands_in_their_table():
+    proxies = sorted(float(row[2]) for row in table_of("ends"))
+    assert (
+        "five of these six between 1.65 and 2.38" in PROSE and proxies[1:][0::4] == [1.65, 2.38] and len(proxies) == 6
+    )
+
+
 def test_the_faults_counted_are_those_that_gold_takes_points_for(load, monkeypatch):
     monkeypatch.setitem(sys.modules, "solution", load("solution"))
     faults = load("figure").faults
