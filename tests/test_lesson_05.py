@@ -170,12 +170,28 @@ def test_what_the_lesson_says_of_its_runs_stands_in_their_tables():
         assert abs(a - b) < half  # "do not tell these apart"
     assert "Beta 0.05 spends 5.6 nats for 1.46, beta 0.1 has 1.38 for 3.2" in PROSE
     assert kl_and_gold("PPO", "beta 0.05") == (5.6, 1.46)
-    assert "-0.46 at 8.1 nats, where best of 1, the warm start, has -0.50" in PROSE
-    assert kl_and_gold("DPO", "beta 0.05") == (8.1, -0.46) and kl_and_gold("best-of-n", "n = 1") == (0.0, -0.5)
-    assert "The seeds are far apart (± 2.35)" in PROSE and frontier["DPO", "beta 0.05"][1][1] == 2.35
-    (row,) = table_behind("<!-- dpo -->")
-    accuracy, _, kl, _, chosen, rejected = (measured(cell)[0] for cell in row[1:])
-    assert "in 0.80 of fresh pairs" in PROSE and round(accuracy, 2) == 0.80
-    assert "have lost 19.4 nats, rejected ones 43.6" in PROSE and (-chosen, -rejected) == (19.4, 43.6)
-    other_kl = -(chosen + rejected) / 2
-    assert "is more than 30 nats, about four times" in PROSE and other_kl > 30 and 3.5 < other_kl / kl < 4.5
+    assert "With 0.3, the default, it has 0.69 at 3.8 nats: less than PPO gets for that" in PROSE
+    assert kl_and_gold("DPO", "beta 0.3") == (3.8, 0.69) and kl_and_gold("PPO", "beta 0.1")[1] > 0.69
+    assert "(-0.46 and -1.67, where best of 1, the warm start, has -0.50)" in PROSE
+    assert [kl_and_gold("DPO", f"beta {beta}")[1] for beta in ("0.05", "0.1")] == [-0.46, -1.67]
+    assert kl_and_gold("best-of-n", "n = 1") == (0.0, -0.5)
+    assert "The seeds are far apart (± 2.35 and ± 5.84)" in PROSE
+    assert [frontier["DPO", f"beta {beta}"][1][1] for beta in ("0.05", "0.1")] == [2.35, 5.84]
+    assert "ends at 0.58 with beta 0.3 and 0.50 with 0.1, below best-of-n and PPO at the same KL" in PROSE
+    grpo = [kl_and_gold("GRPO", f"beta {beta}") for beta in ("0.3", "0.1")]
+    assert [gold for _, gold in grpo] == [0.58, 0.5]
+    for (kl, gold), better in zip(grpo, (("best-of-n", "n = 8"), ("PPO", "beta 0.1")), strict=True):
+        assert kl_and_gold(*better)[0] <= kl and kl_and_gold(*better)[1] > gold
+    assert "(-0.23 ± 3.14)" in PROSE and frontier["GRPO", "beta 0.05"][1] == (-0.23, 3.14)
+    assert "another one (lesson 04)" in PROSE
+
+    loose, middle, default = ([measured(cell)[0] for cell in row[1:]] for row in table_behind("<!-- dpo -->"))
+    assert "in 0.80 and 0.81 of fresh pairs" in PROSE
+    assert [round(row[0], 2) for row in (loose, middle)] == [0.8, 0.81]
+    assert "less likely at every beta" in PROSE and all(row[4] < 0 for row in (loose, middle, default))
+    assert "With 0.3 by 2.6 nats, rejected ones by 7.4" in PROSE
+    assert [round(-x, 1) for x in default[4:]] == [2.6, 7.4]
+    assert "is 5.0 nats, not much more than" in PROSE and round(-sum(default[4:]) / 2, 1) == 5.0 < 1.5 * default[2]
+    assert "have lost 19.4 nats, rejected ones 43.6" in PROSE and [-x for x in loose[4:]] == [19.4, 43.6]
+    other_kl = -sum(loose[4:]) / 2
+    assert "more than 30 nats, about four times" in PROSE and other_kl > 30 and 3.5 < other_kl / loose[2] < 4.5

@@ -76,7 +76,7 @@ def draw(path: Path) -> None:
     drift.set_title("Film reviews: what happens to the log-probs", fontsize=11)
     frontier.draw_frontier(gold, found["points"], found["course"])
     gold.set_xlim(0, 12)  # where the methods are; the way without KL leads far out
-    gold.legend(loc="upper left", fontsize=8)
+    gold.legend(loc="lower left", fontsize=8)
     for axes in (world, drift):
         axes.grid(alpha=0.3)
         axes.legend(loc="lower left", fontsize=8)
