@@ -17,6 +17,7 @@ from nanorl.losses import ppo_loss, value_loss
 from nanorl.model import GPT
 from nanorl.options import describe_memory, policy_shape
 from nanorl.reward_model import RewardModel, critic_from
+from nanorl.tasks import reviews
 from nanorl.tasks.reviews import Reviews
 
 LESSON = Path(__file__).resolve().parents[1] / "lessons" / "04_ppo"
@@ -51,10 +52,12 @@ def test_memory_of_the_four_models_is_what_the_script_prints_with_its_defaults()
     policy = GPT(policy_shape(task, train_ppo.Config().size, task.max_new_tokens))
     reward_model = RewardModel.from_policy(policy).requires_grad_(False)
     text = describe_memory(policy=policy, critic=critic_from(reward_model), reward_model=reward_model)
-    assert "policy 3.6 MB (0.9 of" in text and "critic 3.6 MB (0.9 of" in text and "reward model 0.9 MB" in text
-    for model, megabytes in (("policy", 3.6), ("critic", 3.6), ("reference", 0.9), ("reward model", 0.9)):
+    assert "policy 3.7 MB (0.9 of" in text and "critic 3.6 MB (0.9 of" in text and "reward model 0.9 MB" in text
+    for model, megabytes in (("policy", 3.7), ("critic", 3.6), ("reference", 0.9), ("reward model", 0.9)):
         (row,) = (row for row in rows_of(model) if len(row) == 4)
         assert row[-1] == [megabytes]
+    weights = [sum(weight.numel() for weight in model.parameters()) for model in (policy, reward_model)]
+    assert f"saves the critic, {16 * weights[1] / 1e6:.1f} of {(16 + 4) * sum(weights) / 1e6:.1f} MB" in PROSE
     assert "112 + 112 + 14 + 14 = 252 GB" in PROSE and 7 * 16 == 112 and 7 * 2 == 14 and 2 * (112 + 14) == 252
 
 
@@ -63,7 +66,8 @@ def test_trap_a4_the_rewards_of_three_tokens_worked_by_hand():
     for start, k1, earned in (("1", 0.5, [-0.05]), ("2", 0.0, [0.0]), ("3, the stop token", 1.0, [-0.10, 1.0, 0.90])):
         (row,) = (row for row in rows_of(start) if len(row) == 4 and row[0][0] in LOGPROBS)
         assert row[2] == [k1] and row[3] == earned
-    assert train_ppo.Config().beta * 20 == pytest.approx(1.0)  # "e^20 times as likely ... pays 1"
+    assert f"At the default {train_ppo.Config().beta} a policy that is $e^{{10}}$ times as likely" in PROSE
+    assert train_ppo.Config().beta * 10 == pytest.approx(1.0)  # what it pays
 
 
 @pytest.mark.parametrize("lam", [0, 0.5, 0.95, 1])
@@ -195,22 +199,184 @@ def test_a_given_reward_model_leaves_the_seeds_first_policy_as_it_is(monkeypatch
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_what_the_lesson_says_of_its_runs_stands_in_their_table():
-    def numbers(start: str) -> list[float]:
-        (row,) = rows_of(start.ljust(39))
-        return [cell[0] for cell in row]
+RUNS = (
+    "KL in the reward, lambda 0.95 (default)",
+    "KL in the loss",
+    "KL in the loss, beta 0.3",
+    "KL in the loss, beta 1",
+    "lambda 0",
+    "lambda 1",
+    "2 epochs of 2 mini-batches",
+)
+DEFAULT, IN_LOSS, IN_LOSS_03, IN_LOSS_1, LAM_0, LAM_1, TWO = RUNS
 
-    default = numbers("KL in the reward, lambda 0.95 (default)")
-    in_loss, half = numbers("KL in the loss"), numbers("KL in the loss, beta 0.5")
-    zero, one = numbers("lambda 0"), numbers("lambda 1")
-    assert f"Gold from -0.49 to {default[3]:.2f} while the proxy goes from -0.03 to {default[4]:.2f}" in PROSE
-    assert f"costs {train_ppo.Config().beta * default[5]:.2f} of those {default[4]:.2f}" in PROSE
-    assert f"talks again: {default[6]:.1f} tokens" in PROSE
-    assert f"0.59 after 10 steps, {default[7]:.2f} at the end" in PROSE and f"from 0.51 to {default[8]:.4f}" in PROSE
-    assert math.sqrt(2 * default[8]) == pytest.approx(0.07, abs=0.005)
-    assert f"Gold peaks at {max(in_loss[:4]):.2f} and ends at {in_loss[3]:.2f}" in PROSE
-    assert f"{in_loss[4]:.2f}, is the highest of all, at a KL of {in_loss[5]:.1f}" in PROSE
-    assert in_loss[4] == max(row[4] for row in (default, in_loss, half, zero, one))
-    assert f"KL {half[5]:.1f}, gold {half[3]:.2f}" in PROSE
-    assert f"It recovers, to {zero[3]:.2f}" in PROSE
-    assert f"ends at {one[3]:.2f}" in PROSE and f"{one[4]:.2f} at a KL of 6.5" in PROSE and 6.5 <= one[5] < 6.6
+
+def numbers(table: str, head: str) -> dict[str, list[float]]:
+    """Of each row of a table that figure.py writes: the numbers in the column of that head, or one behind: `head+1`."""
+    lines = README.partition(f"<!-- {table} -->\n")[2].partition(f"<!-- end of {table} -->")[0].splitlines()
+    heads, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    head, _, behind = head.partition("+")
+    column = heads.index(head) + int(behind or 0)
+    return {row[0]: [float(x) for x in re.findall(r"[-+]?\d+(?:\.\d+)?", row[column])] for row in rows}
+
+
+def of(table: str, head: str, run: str) -> float:
+    return numbers(table, head)[run][0]
+
+
+def result(head: str, run: str = DEFAULT) -> float:
+    return of("results", head, run)
+
+
+def course(head: str, run: str = DEFAULT) -> float:
+    return of("courses", head, run)
+
+
+def text(head: str, run: str = DEFAULT) -> float:
+    return of("texts", head, run)
+
+
+FIRST_POLICY = "the first policy, before PPO"
+END, VARIANCE, LOSS = "at the end", "explained variance in step 0", "value loss in step 0"
+
+
+def test_the_tables_are_of_the_runs_that_the_lesson_speaks_of():
+    assert tuple(numbers("results", END)) == tuple(numbers("texts", "gold")) == (FIRST_POLICY, *RUNS)
+    assert tuple(numbers("courses", "best gold")) == RUNS
+
+
+def test_what_gold_counts_in_the_texts_adds_up_to_gold():
+    heads = "good claims", "bad claims", "said again", "broken places", "words too many"
+    worth = 1, -1, -reviews.REPEATED, -reviews.BROKEN, -reviews.RAMBLING
+    for run in (FIRST_POLICY, *RUNS):
+        total = sum(each * text(head, run) for each, head in zip(worth, heads, strict=True))
+        assert total == pytest.approx(text("gold", run), abs=0.03)  # each was rounded
+    assert worth == (1, -1, -1, -2, -0.5) and "a broken place counting twice and a word too many half" in PROSE
+
+
+def says(*sentences: str) -> None:
+    for sentence in sentences:
+        assert sentence in PROSE
+
+
+def half_interval(run: str) -> float:
+    return numbers("results", END)[run][1]
+
+
+def test_what_the_lesson_says_of_the_default_stands_in_the_tables():
+    before, after, proxy, kl = result(END, FIRST_POLICY), result(END), result("proxy"), result("KL")
+    says(
+        f"Gold from {before:.2f} to {after:.2f} while the proxy goes from {result('proxy', FIRST_POLICY):.2f} to",
+        f"to {proxy:.2f}, at a KL of {kl:.2f} nats a response, which costs {train_ppo.Config().beta * kl:.2f} of those",
+        f"of those {proxy:.2f}.",
+        f"never falls by more than {course('deepest fall'):.2f}, less than its interval",
+    )
+    assert course("deepest fall") < half_interval(DEFAULT)
+    good, bad, again = (text(head, FIRST_POLICY) for head in ("good claims", "bad claims", "said again"))
+    assert text("bad claims") == 0
+    says(
+        f"{text('good claims'):.2f} good claims instead of {good:.2f}, and none that is bad",
+        f"{text('said again'):.2f} claims a response say something again, from {again:.2f}",
+        f"Of {good + bad + again:.2f} claims in a response of the first policy {bad + again:.2f} cost a point",
+    )
+    shortest, step = numbers("courses", "shortest batch")[DEFAULT]
+    says(
+        f"In {step:.0f} steps the mean length falls from {course('length in step 0')} tokens to {shortest}",
+        f"by step 10 gold is {result('gold at step 10'):.2f}",
+        f"talks again: {result('length')} tokens",
+    )
+
+
+def test_what_the_lesson_says_of_critic_and_clip_stands_in_the_tables():
+    mean, most = numbers("courses", "clipped, policy")[DEFAULT]
+    says(
+        f"(explained variance {course(VARIANCE):.2f}:",
+        f"{course(VARIANCE + '+1'):.2f} in step 20, {result('explained variance'):.2f} at the end",
+        f"loss falls from {course(LOSS):.3f} to {result('value loss'):.3f}",
+        f"{mean:.2f} % of the policy's tokens are clipped, at most {most} % in a step",
+        f"and {course('clipped, critic'):.2f} % of the critic's values",
+        "KL(old || policy) stays below 0.01 nats a token",
+        "In the seven runs below it never acts",
+    )
+    assert course("KL(old, policy)") < 0.01
+    assert not any(course("left early", run) for run in RUNS) and len(RUNS) == 7
+
+
+def test_what_the_lesson_says_of_epochs_and_mini_batches_stands_in_the_tables():
+    config = train_ppo.Config()
+    assert (config.epochs, config.mini_batches, config.prompts // config.mini_batches) == (1, 4, 32)
+    assert (train_ppo.WARMUP, train_ppo.DECAY) == (0.1, 0.5)
+    mean, most = numbers("courses", "clipped, policy")[TWO]
+    says(
+        "The default is one epoch of 4 mini-batches of 32 responses",
+        "rises over the first tenth of the steps (",
+        ") and falls to 0 over the last half.",
+        f"cannot be told from the default: gold {result(END, TWO):.2f} at a KL of {result('KL', TWO):.2f}",
+        f"with {mean:.2f} % of the policy's tokens clipped, at most {most} % in a step",
+    )
+    assert abs(result(END, TWO) - result(END)) < half_interval(TWO)
+
+
+def test_what_the_lesson_says_of_kl_in_the_loss_stands_in_the_tables():
+    fall, low, step = numbers("courses", "deepest fall")[IN_LOSS]
+    says(
+        f"Gold falls by {fall:.2f}, to {low:.2f} in step {step:.0f}, while the proxy climbs",
+        f"up again to {result(END, IN_LOSS):.2f}, half of the default's",
+        f"The proxy, {result('proxy', IN_LOSS):.2f}, is the highest of all, at a KL of {result('KL', IN_LOSS):.2f}",
+        f"{text('said again', IN_LOSS):.2f} claims a response say something again. The first response of step 150",
+    )
+    assert result(END, IN_LOSS) / result(END) == pytest.approx(0.5, abs=0.05)
+    assert result("proxy", IN_LOSS) == max(result("proxy", run) for run in RUNS)
+    words = {run: numbers("texts", "commonest adjective")[run][0] for run in (IN_LOSS, DEFAULT)}
+    says(f'{words[IN_LOSS]:.0f} % of its claims say "sharp"', f"(the default's commonest word: {words[DEFAULT]:.0f} %)")
+    assert re.search(rf"^\| {IN_LOSS} +\| 150 .*\| sharp, {words[IN_LOSS]:.0f} % of the claims +\|$", README, re.M)
+    assert text("step", IN_LOSS) == 150
+    ((prompt, response),) = re.findall(r"```\n( the .+?)  (.+?)\n```", README)
+    assert reviews.gold(prompt, response) == 1 and response.count("sharp") == 2
+    says("for which the reward model gives 2.35 and gold 1:")
+
+
+def test_what_the_lesson_says_of_another_beta_in_the_loss_stands_in_the_tables():
+    error = math.sqrt(2 * result("value loss"))
+    says(
+        f"(a value loss of {result('value loss'):.3f} is an error of {error:.2f})",
+        f"0.3 holds (KL {result('KL', IN_LOSS_03):.2f}, gold {result(END, IN_LOSS_03):.2f})",
+        f"(KL {result('KL', IN_LOSS_1):.2f}, gold {result(END, IN_LOSS_1):.2f})",
+    )
+    assert error == pytest.approx(0.2, abs=0.03) and train_ppo.Config().beta / error == pytest.approx(0.5, abs=0.1)
+    assert result("KL", IN_LOSS_03) == pytest.approx(result("KL"), rel=0.06)
+    assert result(END, IN_LOSS_03) + half_interval(IN_LOSS_03) < result(END) - half_interval(DEFAULT)
+
+
+def test_what_the_lesson_says_of_lambda_stands_in_the_tables():
+    shortest, step = numbers("courses", "shortest batch")[LAM_0]
+    says(
+        f'By step {step:.0f} the policy mostly says " ." and ends: {shortest} tokens a response',
+        f"near 0, {result('20', LAM_0):.2f} in step 20. It recovers, to {result(END, LAM_0):.2f}, and does not catch",
+        f"{course(VARIANCE + '+1', LAM_0):.2f} in step 20, {course(VARIANCE + '+2', LAM_0):.2f} in step 40 and",
+        f"{result('explained variance', LAM_0):.2f} at the end: its",
+        f"cannot be told from the default: gold {result(END, LAM_1):.2f} at a KL of {result('KL', LAM_1):.2f}",
+        f"foresees less, {result('explained variance', LAM_1):.2f} at the end",
+    )
+    assert result(END, LAM_0) + half_interval(LAM_0) < result(END) - half_interval(DEFAULT)
+    for table, head in ("courses", VARIANCE + "+1"), ("courses", VARIANCE + "+2"), ("results", "explained variance"):
+        found = {run: of(table, head, run) for run in RUNS}
+        assert max(found, key=found.get) == LAM_0
+    assert abs(result(END, LAM_1) - result(END)) < half_interval(LAM_1)
+    assert result("explained variance", LAM_1) < result("explained variance")
+
+
+def test_figure_counts_in_a_response_what_gold_counts(load):
+    count = load("figure").count
+    prompt = " the plot was dull"
+    for response, counts in (
+        (" .", (0, 0, 0, 0, 0)),
+        ("", (0, 0, 0, 1, 0)),
+        (" but the acting was very superb and the music was flat .", (1, 1, 0, 0, 0)),
+        (" but the acting was superb and the music was superb and the plot was warm .", (1, 0, 2, 0, 0)),
+        (" and the dull . . the", (0, 0, 0, 4, 0)),
+        (" and the acting was warm ." * 4, (1, 0, 3, 3, 6)),
+    ):
+        good, bad, again, broken, long = count(prompt, response)
+        assert (good, bad, again, broken, long) == counts
+        assert good - bad - again - 2 * broken - 0.5 * long == reviews.gold(prompt, response)
