@@ -65,7 +65,20 @@ def test_trap_d2_gain_and_bias_of_three_raw_scores():
 
 def test_the_example_is_a_good_review_and_the_labels_are_as_sharp_as_said():
     assert gold(" the plot was very dull", " but the acting was superb .") == 1.0
-    assert SHARPNESS == 3 and r"\sigma(3 (\text{gold}_A - \text{gold}_B))" in PROSE
+    assert SHARPNESS == 2 and r"\sigma(2 (\text{gold}_A - \text{gold}_B))" in PROSE
+
+
+def test_gold_counts_as_the_lesson_says():
+    prompt, good = " the plot was very dull", " and the acting was superb"
+    assert gold(prompt, good + " and the acting was warm .") == 1 - 1  # a noun that came before
+    assert gold(prompt, good + " and the music was superb .") == 1 - 1  # an adjective
+    assert gold(prompt, " and the acting was weak .") == -1
+    assert gold(prompt, good) == 1 - 2  # a missing end
+    assert gold(prompt, " the acting was superb .") == 1 - 2  # no joining word
+    long = " and the acting was very superb and the music was very warm and the ending was very vivid"
+    assert len(long.split()) == 18
+    assert gold(prompt, long + " .") == 3 - 0.5
+    assert "a missing end included, costs 2, and each word behind the 18th half a point" in PROSE
 
 
 def test_the_lesson_measures_calibration_as_its_exercise_does(load):
@@ -140,24 +153,130 @@ def test_the_checks_refuse_a_wrong_answer(refused, blank, right, wrong):
 # ---- the runs
 
 
-def test_what_the_lesson_says_of_its_runs_stands_in_their_tables():
-    def means(start: str) -> list[float]:
-        return [cell[0] for cell in row_of(start)]
+def means(start: str) -> list[float]:
+    """The first number of each column, None where a cell has none."""
+    return [cell[0] if cell else None for cell in row_of(start)]
 
-    def spoken(number: float, text: str) -> bool:
-        return text in PROSE and float(re.search(r"\d+\.\d+", text)[0]) == pytest.approx(number, abs=0.0051)
 
-    few, some, many, twice = (means(start) for start in ("250", "2,000", "8,000", "8,000, twice the steps"))
-    assert spoken(few[0], "From 0.70 with 250 pairs") and spoken(some[0], "to 0.85 with 2,000")
-    assert f"from {few[1]:.2f} to {some[1]:.2f}" in PROSE and few[1] / math.log(2) == pytest.approx(3, abs=0.1)
+def listed(values: list[float], digits: int) -> str:
+    """As the text says three seeds: a, b and c."""
+    a, b, c = (f"{value:.{digits}f}" for value in values)
+    return f"{a}, {b} and {c}"
+
+
+def spoken(number: float, text: str) -> bool:
+    return text in PROSE and float(re.search(r"\d+\.\d+", text)[0]) == pytest.approx(number, abs=0.0051)
+
+
+def test_what_the_lesson_says_of_its_runs_stands_in_their_table():
+    few, some, many, half = (means(start) for start in ("250", "2,000", "8,000", "8,000, half the steps"))
+    assert spoken(few[0], "From 0.68 with 250 pairs") and spoken(some[0], "to 0.79 with 2,000")
+    assert spoken(many[0], "0.85 with 8,000")
+    assert spoken(few[1], "from 3.50 to 0.36") and many[1] == pytest.approx(0.36, abs=0.0051)
+    assert few[1] / math.log(2) == pytest.approx(5, abs=0.1)
+    assert spoken(some[1], "with 2,000 it is still 1.25") and some[1] > math.log(2)
     assert f"Certainty is off by {many[2]:.3f} instead of {some[2]:.3f}" in PROSE
-    for mean, seeds in (
-        (many[0], (0.897, 0.862, 0.843)),
-        (some[0], (0.854, 0.848, 0.849)),
-        (twice[0], (0.927, 0.930, 0.918)),
-        (means("at the end of the padding")[0], (0.749, 0.566, 0.665)),
-    ):
-        a, b, c = seeds
-        assert f"{a:.3f}, {b:.3f} and {c:.3f}" in PROSE and sum(seeds) / 3 == pytest.approx(mean, abs=6e-4)
+    assert f"by {half[2]:.3f} instead of {many[2]:.3f}" in PROSE
     assert f"the best possible is {means('the best possible')[0]:.3f}" in PROSE
+    assert round(100 * means("the best possible")[0]) == 94 and "where the ceiling is 94 %" in PROSE
     assert means("behind the prompt") == [0.0, 0.693]
+
+
+def test_the_seeds_of_the_table_have_the_means_of_the_other_tables():
+    for seeds, mean in (
+        ("accuracy, 250 pairs", "250"),
+        ("accuracy, 1,000 pairs", "1,000"),
+        ("accuracy, 2,000 pairs", "2,000"),
+        ("accuracy, 8,000 pairs", "8,000"),
+        ("accuracy, 8,000 pairs", "behind the last token"),
+        ("accuracy, 8,000, half the steps", "8,000, half the steps"),
+        ("accuracy, at the end of the padding", "at the end of the padding"),
+    ):
+        assert sum(means(seeds)) / 3 == pytest.approx(means(mean)[0], abs=1.1e-3), seeds
+    for name in ("8,000 pairs", "8,000, half the steps"):
+        seeds = means(f"certainty off by, {name}")
+        assert sum(seeds) / 3 == pytest.approx(means(name.removesuffix(" pairs"))[2], abs=1.1e-3)
+
+
+def test_what_the_lesson_says_of_each_seed_stands_in_the_table_of_seeds():
+    whole, half = means("accuracy, 8,000 pairs"), means("accuracy, 8,000, half the steps")
+    assert f"{listed(half, 3)} instead of {listed(whole, 3)}, lower for each seed" in PROSE
+    assert all(h < w for h, w in zip(half, whole, strict=True))
+    off, off_half = means("certainty off by, 8,000 pairs"), means("certainty off by, 8,000, half the steps")
+    assert all(h < w for h, w in zip(off_half, off, strict=True)) and "off by less for each seed" in PROSE
+    assert listed(means("accuracy, at the end of the padding"), 3) in PROSE
+    assert all(share == pytest.approx(0.8, abs=0.06) for share in means("250 pairs: more than 90 % sure of"))
+    right = means("of these right")
+    assert (round(100 * min(right)), math.ceil(100 * max(right))) == (68, 73) and "68 to 73 % are right" in PROSE
+    for row in ("correlation of score and gold", "within prompts", "correlation of score and length"):
+        assert listed(means(row), 2) in PROSE, row
+    assert "gold and length with " + listed(means("of gold and length"), 2) in PROSE
+    for one, other in zip(means("correlation of score and length"), means("of gold and length"), strict=True):
+        assert one == pytest.approx(other, abs=0.025)  # hardly a bias
+    higher = means("how much higher behind a good opening, at equal gold")
+    assert f"score {higher[0]:.2f} higher" in PROSE and f"({higher[1]:.2f} and {higher[2]:.2f} in the other" in PROSE
+    assert f"**The slope is not 2 but {listed(means('slope within prompts'), 2)}**" in PROSE
+    assert "the score rises by " + listed(means("rise of the score from gold 0 to 1"), 2) in PROSE
+    assert "from 2 to 3 by " + listed(means("rise of the score from gold 2 to 3"), 2) in PROSE
+    assert sum(means("share of responses of gold 3")) / 3 == pytest.approx(0.01, abs=0.003)
+
+
+def test_what_the_lesson_says_of_training_with_the_bug_stands_in_its_table():
+    padded, alone = means("trained at the end of the padding")[0], means("the same, alone")[0]
+    right = means("accuracy, 2,000 pairs")[0]
+    assert spoken(100 * padded, f"{100 * padded:.1f} %, as good as the model that reads in the right place")
+    assert f"({100 * right:.1f} % with the same pairs)" in PROSE and padded == pytest.approx(right, abs=0.002)
+    assert f"it is right on {100 * alone:.1f} %, and that is the number PPO gets" in PROSE
+
+
+def test_the_symptom_of_the_first_silent_bug_is_what_the_table_shows():
+    symptom = " ".join((LESSON / "exercise.py").read_text().split())
+    right, wrong = (sum(means(f"accuracy, {name}")) / 3 for name in ("8,000 pairs", "at the end of the padding"))
+    assert f"right on {100 * right:.0f} % of the pairs" in symptom
+    assert f"mixed lengths it is {100 * wrong:.0f} %," in symptom
+
+
+def test_what_the_lesson_says_of_mistakes_that_few_pairs_show_stands_in_its_table():
+    bad, noun, adjective = (
+        means(f"{what}") for what in ("two of them bad", "one noun three times", "one adjective three times")
+    )
+    assert means("three good claims")[0] == 3 and [row[0] for row in (bad, noun, adjective)] == [-1, -1, -1]
+    assert SHARPNESS * (-1 - 3) == -8 and "$2 (-1 - 3) = -8$" in PROSE
+    assert 100 / adjective[1] == pytest.approx(16, abs=0.5) and noun[1] / adjective[1] == pytest.approx(6, abs=0.5)
+    assert "it falls by " + listed([-x for x in noun[2:]], 2) in PROSE
+    assert "The score falls by " + listed([-x for x in adjective[2:]], 2) in PROSE
+    accuracy = means("accuracy, 8,000 pairs")
+    assert accuracy.index(min(accuracy)) == noun[2:].index(max(noun[2:])) == 2  # the third is the least accurate
+
+
+@pytest.mark.parametrize("prompt", [" the plot was very dull", " the camera was superb"])
+def test_the_three_claims_have_the_gold_and_the_words_that_the_lesson_says(load, prompt):
+    figure = load("figure")
+    for kind, worth in figure.SAME_GOLD.items():
+        assert means(kind)[0] == worth
+        for key in range(20):
+            text = figure.written(kind, prompt, f"{key}")
+            assert gold(prompt, text) == worth and len(text.split()) == 16
+
+
+def test_the_mistakes_counted_are_those_of_the_responses(load):
+    figure = load("figure")
+    task = figure.Reviews()
+    prompt, texts = (
+        " the plot was dull",
+        (
+            " and the acting was great and the music was great .",  # an adjective again
+            " and the plot was great .",  # the prompt's noun again
+            " and the music was dull and the ending was weak .",  # two bad ones, one of them the prompt's
+            " .",
+        ),
+    )
+    ids = [task.tokenizer.encode_response(text) for text in texts]
+    start = task.tokenizer.encode_prompt(prompt)
+    counted = figure.seen([figure.Pair(start, ids[0], ids[1]), figure.Pair(start, ids[2], ids[3])], task)
+    assert counted == {
+        "three good claims": 0,
+        "two of them bad": 1 / 4,
+        "one noun three times": 1 / 4,
+        "one adjective three times": 2 / 4,
+    }

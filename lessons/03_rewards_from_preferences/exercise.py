@@ -58,8 +58,8 @@ def scores_that_depend_on_their_company(scores: Tensor, lengths: Tensor) -> Tens
     """The score of each response. Rows are padded on the right; scores (B, T) of each token, lengths (B,) of prompt and
     response together -> (B,).
 
-    The symptom: scored one by one, the responses show a model that is right on 87 % of the pairs, as it should be. In
-    batches of mixed lengths it is 66 %, and another order of the pairs gives another number. The longest response of
+    The symptom: scored one by one, the responses show a model that is right on 85 % of the pairs, as it should be. In
+    batches of mixed lengths it is 72 %, and another order of the pairs gives another number. The longest response of
     each batch always gets the score it gets alone.
     """
     rows = torch.arange(len(scores))

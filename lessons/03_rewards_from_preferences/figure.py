@@ -3,13 +3,14 @@
     python lessons/03_rewards_from_preferences/figure.py
 
 Trains what is missing first: for each of three seeds the warm start of train_ppo.py, reward models on 250 to 8,000
-pairs, one more for twice as many steps, and for one seed one that reads its score in the wrong place. About twenty
+pairs, one more for half as many steps, and for one seed one that reads its score in the wrong place. About twenty
 minutes on one core. Everything is kept in runs/lesson_03.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import sys
 from pathlib import Path
 
@@ -31,14 +32,14 @@ from nanorl.preferences import Pair, batch_of, collect_pairs
 from nanorl.reward_model import BATCH, BINS, RewardModel, correlation, train_reward_model
 from nanorl.rollout import Rollout
 from nanorl.sft import cached_warm_start
-from nanorl.tasks.reviews import GOOD, SHARPNESS, Reviews, gold
+from nanorl.tasks.reviews import BAD, GOOD, NOUNS, SHARPNESS, Reviews, claims, gold
 
 RUNS = Path(train_ppo.__file__).resolve().parent / "runs" / "lesson_03"
 SEEDS = range(3)
-SIZES = [250, 500, 1000, 2000, 8000]  # pairs to learn from, the first ones of the same list
-ASKED, FRESH = 10_000, 4000  # pairs asked for: some are dropped
+SIZES = [250, 1000, 2000, 8000]  # pairs to learn from, the first ones of the same list
+ASKED, FRESH = 11_000, 4000  # pairs asked for: some are dropped
 WRONG_SIZE, WRONG_SEED = 2000, 0  # pairs of the model that reads the padding, and the seed that has one
-LONGER = 2  # times the steps, for one more model on the most pairs
+FEWER = 2  # the steps divided by this, for one more model on the most pairs
 SHOWN = {250: "tab:red", 1000: "tab:orange", 8000: "tab:blue"}  # in the reliability diagram
 INDICES = {  # where the score of a trained model is read -> of (rollout) the column of `scores` (B, T + 1)
     "behind the last token": lambda rollout: rollout.lengths,
@@ -46,6 +47,13 @@ INDICES = {  # where the score of a trained model is read -> of (rollout) the co
     "at the end of the padding": lambda rollout: torch.full_like(rollout.lengths, rollout.tokens.shape[1]),
     "behind the prompt": lambda rollout: torch.zeros_like(rollout.lengths),
 }
+SAME_GOLD = {  # kinds of three claims -> what the hidden person thinks of them
+    "three good claims": 3.0,
+    "two of them bad": -1.0,
+    "one noun three times": -1.0,
+    "one adjective three times": -1.0,
+}
+DRAWS = 10  # of nouns and adjectives for each prompt
 COMMAND = "python lessons/03_rewards_from_preferences/figure.py"
 
 
@@ -54,6 +62,47 @@ class ReadsThePadding(RewardModel):
 
     def outcomes(self, rollout: Rollout, *, raw: bool = False) -> Tensor:
         return self.scores(rollout, raw=raw)[:, -1]
+
+
+def written(kind: str, prompt: str, key: str) -> str:
+    """Three claims of one of the kinds of SAME_GOLD, in words that the prompt has not used."""
+    rng = random.Random(key)
+    nouns = rng.sample([noun for noun in NOUNS if noun not in prompt.split()], 3)
+    adjectives = rng.sample([adjective for adjective in GOOD if adjective not in prompt.split()], 3)
+    if kind == "two of them bad":
+        adjectives[1:] = rng.sample([adjective for adjective in BAD if adjective not in prompt.split()], 2)
+    elif kind == "one noun three times":
+        nouns = nouns[:1] * 3
+    elif kind == "one adjective three times":
+        adjectives = adjectives[:1] * 3
+    return "".join(f" and the {n} was {a}" for n, a in zip(nouns, adjectives, strict=True)) + " ."
+
+
+@torch.no_grad()
+def scores_of_same_gold(model: RewardModel, task: Reviews) -> dict[str, float]:
+    """Mean raw score of each kind, over the held-out prompts."""
+    prompts = task.prompts[True] * DRAWS
+    found = {}
+    for kind, worth in SAME_GOLD.items():
+        texts = [written(kind, prompt, f"same gold {i}") for i, prompt in enumerate(prompts)]
+        assert all(gold(prompt, text) == worth for prompt, text in zip(prompts, texts, strict=True))
+        ids = [task.tokenizer.encode_prompt(prompt) for prompt in prompts]
+        rollout = Rollout.from_responses(ids, [task.tokenizer.encode_response(text) for text in texts])
+        found[kind] = model.outcomes(rollout, raw=True).double().mean().item()
+    return found
+
+
+def seen(pairs: list[Pair], task: Reviews) -> dict[str, float]:
+    """The share of responses to learn from that hold each kind of mistake."""
+    rollout, _ = batch_of(pairs)
+    count = dict.fromkeys(SAME_GOLD, 0)
+    for prompt, text in zip(rollout.prompts, rollout.texts(task.tokenizer), strict=True):
+        said = claims((task.tokenizer.decode(prompt) + text).split())
+        nouns, adjectives = zip(*said, strict=True)
+        count["two of them bad"] += any(adjective in BAD for adjective in adjectives[1:])
+        count["one noun three times"] += len(set(nouns)) < len(nouns)
+        count["one adjective three times"] += len(set(adjectives)) < len(adjectives)
+    return {kind: n / (2 * len(pairs)) for kind, n in count.items()}
 
 
 @torch.no_grad()
@@ -74,7 +123,7 @@ def measured(seed: int) -> dict:
     done = json.loads(path.read_text()) if path.exists() else {}
     if done and done["settings"] != settings:
         sys.exit(f"{path} was made with other settings: remove it and start again")
-    wanted = [str(size) for size in SIZES] + ["indices", "longer"] + ["reads the padding"] * (seed == WRONG_SEED)
+    wanted = [str(size) for size in SIZES] + ["indices", "shorter"] + ["reads the padding"] * (seed == WRONG_SEED)
     if all(name in done.get("scores", {}) for name in wanted):
         return done
 
@@ -93,11 +142,11 @@ def measured(seed: int) -> dict:
     done.setdefault("scores", {})
     done |= {"settings": settings, "pairs": len(pairs), "dropped": dropped, "prompts": prompts[: len(fresh)]}
     done |= {"gold": torch.stack(golds.chunk(2), 1).tolist()}
-    done |= {"lengths": torch.stack(rollout.lengths.chunk(2), 1).tolist()}
+    done |= {"lengths": torch.stack(rollout.lengths.chunk(2), 1).tolist(), "seen": seen(pairs[: SIZES[-1]], task)}
 
-    def trained(kind: type[RewardModel], size: int, longer: int = 1) -> RewardModel:
+    def trained(kind: type[RewardModel], size: int, fewer: int = 1) -> RewardModel:
         model = kind.from_policy(policy)
-        train_reward_model(model, pairs[:size], steps=settings["steps"] * longer, seed=seed)
+        train_reward_model(model, pairs[:size], steps=settings["steps"] // fewer, seed=seed)
         return model
 
     def keep(name: str, scores: list) -> None:
@@ -110,9 +159,10 @@ def measured(seed: int) -> dict:
             model = trained(RewardModel, size)
             keep(str(size), scores_at(model, fresh))
             if size == SIZES[-1]:
+                done["same_gold"] = scores_of_same_gold(model, task)
                 keep("indices", {name: scores_at(model, fresh, index) for name, index in INDICES.items()})
-    if "longer" not in done["scores"]:
-        keep("longer", scores_at(trained(RewardModel, SIZES[-1], LONGER), fresh))
+    if "shorter" not in done["scores"]:
+        keep("shorter", scores_at(trained(RewardModel, SIZES[-1], FEWER), fresh))
     if seed == WRONG_SEED and "reads the padding" not in done["scores"]:
         model = trained(ReadsThePadding, WRONG_SIZE)
         padded = scores_at(model, fresh, INDICES["at the end of the padding"])
@@ -175,9 +225,9 @@ def draw(path: Path) -> None:
     accuracy.plot(SIZES, values.T, color="tab:blue", lw=0.7, alpha=0.5)
     accuracy.plot(SIZES, mean, color="tab:blue", lw=2, marker="o", ms=4, label="reward model")
     accuracy.fill_between(SIZES, mean - half, mean + half, color="tab:blue", alpha=0.2, lw=0)
-    longer = [quality(*pairs_of(d["scores"]["longer"])) for d in seeds]
-    dots = [SIZES[-1]] * len(seeds), [f["accuracy"] for f in longer]
-    accuracy.plot(*dots, "*", color="tab:purple", ms=8, alpha=0.8, label="twice the steps")
+    shorter = [quality(*pairs_of(d["scores"]["shorter"])) for d in seeds]
+    dots = [SIZES[-1]] * len(seeds), [f["accuracy"] for f in shorter]
+    accuracy.plot(*dots, "*", color="tab:purple", ms=8, alpha=0.8, label="half the steps")
     mean, half = (x.item() for x in mean_and_half([b["accuracy"] for b in best]))
     accuracy.axhline(mean, color="k", ls="--", label="knows the gold score: the best possible")
     accuracy.axhspan(mean - half, mean + half, color="k", alpha=0.1, lw=0)
@@ -213,10 +263,10 @@ def draw(path: Path) -> None:
     reliable.legend(loc="upper left", fontsize=9)
 
     golds, scores, prompts = gold_and_scores(seeds[0], SIZES[-1])
-    opened_well = torch.tensor([prompt.split()[-1] in GOOD for prompt in prompts])
+    well = opened_well(prompts)
     jitter = 0.25 * (torch.rand(len(golds), generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 0.5)
     scores = scores - scores.mean()
-    for rows, color, label in ((opened_well, "tab:green", "good"), (~opened_well, "tab:red", "bad")):
+    for rows, color, label in ((well, "tab:green", "good"), (~well, "tab:red", "bad")):
         scatter.plot(
             (golds + jitter)[rows],
             scores[rows],
@@ -253,17 +303,19 @@ def draw(path: Path) -> None:
     for axes in (accuracy, reliable, scatter):
         axes.grid(alpha=0.3)
     top = torch.tensor([f[SIZES[-1]]["accuracy"] for f in found]).mean().item()
-    twice = torch.tensor([f["accuracy"] for f in longer]).mean().item()
+    half_way = torch.tensor([f["accuracy"] for f in shorter]).mean().item()
     figure.suptitle(
         f"{SIZES[-1]:,} noisy comparisons teach a score that is right on {top:.1%} of fresh pairs, "
-        f"on {twice:.1%} with twice the steps; {mean:.1%} is possible"
+        f"on {half_way:.1%} with half the steps; {mean:.1%} is possible"
     )
     save(figure, path, f"{len(SEEDS)} seeds, each thin or a dot; 95 % intervals. Drawn by: {COMMAND}")
     page = path.with_name("README.md")
-    write_between(page, "results", results(found, longer, best))
+    write_between(page, "results", results(found, shorter, best))
     write_between(page, "where", where_read(seeds))
-    for line in facts(seeds):
-        print(line)
+    write_between(page, "same gold", same_gold(seeds))
+    write_between(page, "seeds", seed_by_seed(seeds))
+    print(f"usable pairs {[d['pairs'] for d in seeds]}, dropped {[d['dropped'] for d in seeds]}")
+    print(f"fresh pairs {[len(d['gold']) for d in seeds]}")
 
 
 def interval(share: float, n: int) -> tuple[float, float]:
@@ -277,13 +329,13 @@ def estimate(values: list[float]) -> str:
     return f"{mean:.3f} ± {half:.3f}"
 
 
-def results(found: list[dict], longer: list[dict], best: list[dict]) -> str:
+def results(found: list[dict], shorter: list[dict], best: list[dict]) -> str:
     rows = [["pairs", "accuracy", "loss", "certainty off by"]]
     for size in SIZES:
         rows.append(
             [f"{size:,}", *(estimate([f[size][name] for f in found]) for name in ("accuracy", "loss", "off by"))]
         )
-    for name, models in ((f"{SIZES[-1]:,}, twice the steps", longer), ("the best possible", best)):
+    for name, models in ((f"{SIZES[-1]:,}, half the steps", shorter), ("the best possible", best)):
         rows.append([name, *(estimate([m[key] for m in models]) for key in ("accuracy", "loss", "off by"))])
     return table(rows)
 
@@ -293,26 +345,71 @@ def where_read(seeds: list[dict]) -> str:
     for name in INDICES:
         measures = [quality(*pairs_of(d["scores"]["indices"][name])) for d in seeds]
         rows.append([name, *(estimate([m[key] for m in measures]) for key in ("accuracy", "loss"))])
+    wrong = seeds[WRONG_SEED]["scores"]["reads the padding"]
+    for name, scores in (
+        ("trained at the end of the padding", wrong["in batches"]),
+        ("the same, alone", wrong["alone"]),
+    ):
+        m = quality(*pairs_of(scores))
+        rows.append([name, *(f"{m[key]:.3f}" for key in ("accuracy", "loss"))])
     return table(rows)
 
 
-def facts(seeds: list[dict]) -> list[str]:
-    """What the text quotes beside the tables."""
-    lines = [f"pairs {[d['pairs'] for d in seeds]}, fresh {[len(d['gold']) for d in seeds]}"]
-    lines.append(f"dropped {[d['dropped'] for d in seeds]}")
-    for seed, done in zip(SEEDS, seeds, strict=True):
-        golds, scores, prompts = gold_and_scores(done, SIZES[-1])
-        centred = within_prompts(golds, prompts), within_prompts(scores, prompts)
-        slope = (centred[0] @ centred[1] / (centred[0] @ centred[0])).item()
-        lengths = torch.cat(pairs_of(done["lengths"]))
-        lines.append(
-            f"seed {seed}: correlation of score and gold {correlation(scores, golds):.3f}, within prompts "
-            f"{correlation(*centred):.3f}, slope within prompts {slope:.2f}, with length: score "
-            f"{correlation(scores, lengths):+.3f}, gold {correlation(golds, lengths):+.3f}"
-        )
-        for name, said in done["scores"].get("reads the padding", {}).items():
-            lines.append(f"  reads the padding, {name}: {quality(*pairs_of(said))}")
-    return lines
+def same_gold(seeds: list[dict]) -> str:
+    """How far below three good claims each kind scores."""
+    rows = [["response", "gold", "training responses with such a mistake", *(f"seed {seed}" for seed in SEEDS)]]
+    best, *others = SAME_GOLD
+    rows.append([best, f"{SAME_GOLD[best]:g}", "", *("0" for _ in SEEDS)])
+    for kind in others:
+        less = [f"{d['same_gold'][kind] - d['same_gold'][best]:.2f}" for d in seeds]
+        share = torch.tensor([d["seen"][kind] for d in seeds]).mean().item()
+        rows.append([kind, f"{SAME_GOLD[kind]:g}", f"{share:.1%}".replace("%", " %"), *less])
+    return table(rows)
+
+
+def seed_by_seed(seeds: list[dict]) -> str:
+    columns = [of_one_seed(done) for done in seeds]
+    rows = [["", *(f"seed {seed}" for seed in SEEDS)]]
+    rows += [[name, *(column[name] for column in columns)] for name in columns[0]]
+    return table(rows)
+
+
+def of_one_seed(done: dict) -> dict[str, str]:
+    """What the text says of each seed."""
+    asked = {f"{size:,} pairs": str(size) for size in SIZES} | {f"{SIZES[-1]:,}, half the steps": "shorter"}
+    found = {
+        f"accuracy, {name}": f"{quality(*pairs_of(done['scores'][key]))['accuracy']:.3f}" for name, key in asked.items()
+    }
+    for name in list(asked)[-2:]:
+        found[f"certainty off by, {name}"] = f"{quality(*pairs_of(done['scores'][asked[name]]))['off by']:.3f}"
+    found["accuracy, at the end of the padding"] = (
+        f"{quality(*pairs_of(done['scores']['indices']['at the end of the padding']))['accuracy']:.3f}"
+    )
+    sure, right = certainty(*pairs_of(done["scores"][str(SIZES[0])]))
+    found[f"{SIZES[0]} pairs: more than 90 % sure of"] = f"{(sure > 0.9).double().mean():.3f}"
+    found["of these right"] = f"{right[sure > 0.9].mean():.3f}"
+    golds, scores, prompts = gold_and_scores(done, SIZES[-1])
+    centred = within_prompts(golds, prompts), within_prompts(scores, prompts)
+    lengths = torch.cat(pairs_of(done["lengths"]))
+    found["correlation of score and gold"] = f"{correlation(scores, golds):.2f}"
+    found["within prompts"] = f"{correlation(*centred):.2f}"
+    found["slope within prompts"] = f"{(centred[0] @ centred[1] / (centred[0] @ centred[0])).item():.2f}"
+    well = opened_well(prompts)
+    at = {g: [scores[(golds == g) & rows] for rows in (well, ~well)] for g in range(-3, 4)}
+    level = {g: torch.stack([x.mean() for x in both]).mean().item() for g, both in at.items()}
+    weights = torch.tensor([min(len(x) for x in both) for both in at.values()], dtype=torch.float64)
+    higher = torch.stack([both[0].mean() - both[1].mean() for both in at.values()])
+    found["how much higher behind a good opening, at equal gold"] = f"{(weights @ higher / weights.sum()).item():.2f}"
+    for g in range(-1, 3):
+        found[f"rise of the score from gold {g} to {g + 1}"] = f"{level[g + 1] - level[g]:.2f}"
+    found["share of responses of gold 3"] = f"{(golds == 3).double().mean():.3f}"
+    found["correlation of score and length"] = f"{correlation(scores, lengths):.2f}"
+    found["of gold and length"] = f"{correlation(golds, lengths):.2f}"
+    return found
+
+
+def opened_well(prompts: list[str]) -> Tensor:
+    return torch.tensor([prompt.split()[-1] in GOOD for prompt in prompts])
 
 
 def write_between(page: Path, name: str, text: str) -> None:
