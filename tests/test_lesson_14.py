@@ -148,12 +148,26 @@ def test_what_the_lesson_says_of_the_pairs_stands_in_the_table_of_what_was_seen(
 
 
 def test_what_the_lesson_says_of_the_labellers_stands_in_their_table():
-    labellers = {row[0]: measured(row[1]) for row in table_of("labellers")}
+    labellers, biased = ({row[0]: measured(row[i]) for row in table_of("labellers")} for i in (1, 2))
     plain = [labellers[f"correlation of {name} and length"][0] for name in ("score", "gold")]
     assert "-0.29 and -0.29" in PROSE and [round(x, 2) for x in plain] == [-0.29, -0.29]
     mean, half = labellers["the same among responses of equal gold"]
     assert "-0.13 ± 0.02" in PROSE and (round(mean, 2), round(half, 2)) == (-0.13, 0.02)
     assert "writes 12.0 tokens instead of 11.0" in PROSE and round(labellers["length after PPO"][0], 1) == 12.0
+    for name, said in (
+        ("accuracy on fresh pairs of the same labeller", "as accurate, 0.83"),
+        ("the same among responses of equal gold", "does: +0.82 ± 0.18"),
+        ("correlation of score and length", "follows length (+0.62)"),
+        ("correlation of score and gold", "more than gold (+0.37)"),
+    ):
+        shown = float(re.search(r"0\.\d\d", said)[0])
+        assert said in PROSE and round(biased[name][0], 2) == shown
+    assert round(labellers["accuracy on fresh pairs of the same labeller"][0], 2) == 0.83
+    assert "17.9 tokens, in each seed" in PROSE and biased["length after PPO"] == (17.9, 0.1)
+    golds = [of["gold after PPO"] for of in (biased, labellers)]
+    assert "1.60 against 1.38" in PROSE and [round(mean, 2) for mean, _ in golds] == [1.6, 1.38]
+    assert abs(golds[0][0] - golds[1][0]) < min(half for _, half in golds)
+    assert PATIENCE == 18
 
 
 # ---- exercises
