@@ -211,7 +211,8 @@ def test_the_quick_frontier_runs_whole_from_one_warm_start(tmp_path):
     proxies = [point["proxy"]["mean"] for point in best]
     assert proxies == sorted(proxies)  # more to choose from is never worse in the eyes of who chooses
     before = result["course"]["gold"]["mean"][0]
-    assert best[0]["gold"]["mean"] == pytest.approx(before, abs=1.0)  # the same policy, other samples
+    # The same policy, 32 other samples of broken texts: gold has a standard deviation of about 6 there.
+    assert best[0]["gold"]["mean"] == pytest.approx(before, abs=3.0)
     assert all(math.isfinite(point["gold"]["mean"]) for point in points.values())
     (teacher,) = result["runs"]["PPO, beta 0.05"]
-    assert json.loads((Path("here") / teacher / "best_of_n_64.json").read_text())[0]["kl"] == 0.0
+    assert json.loads((Path("here") / teacher / "best_of_n_64.json").read_text())["found"][0]["kl"] == 0.0
