@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from nanorl import preferences, viewer
+from nanorl import preferences
 from nanorl.batch_metrics import Means
 from nanorl.errors import RunError
-from nanorl.evaluation import describe_evaluation, evaluate_preferred
+from nanorl.evaluation import evaluate_preferred
 from nanorl.losses import dpo_loss, ipo_loss
 from nanorl.losses.aggregate import sequence_logprobs
 from nanorl.model import GPT, frozen_copy
@@ -40,8 +41,8 @@ from nanorl.options import (
     policy_shape,
     seed_generators,
 )
-from nanorl.plots import draw_curves
-from nanorl.preferences import Pair, batch_of, collect_pairs, describe_dropped, digest_of, rows_of_step
+from nanorl.preferences import Pair, batch_of, collect_pairs, describe_dropped, rows_of_step
+from nanorl.report import conclude
 from nanorl.rollout import Rollout
 from nanorl.run import Run
 from nanorl.scorer import score
@@ -131,8 +132,11 @@ def main(config: Config) -> dict:
     with checking_options():
         nothing = torch.zeros(1)
         loss_function(nothing, nothing, nothing, nothing, beta=config.beta, **keywords)  # are they possible?
-    file_pairs = preferences.from_option(config.pairs, task.tokenizer, shape.max_context)
-    at_most(config, batch=len(file_pairs[0]) if file_pairs else int(config.pairs))
+    file_pairs = None
+    has_pairs = config.resume and (Path(config.out) / preferences.NAME).exists()
+    if not has_pairs:
+        file_pairs = preferences.from_option(config.pairs, task.tokenizer, shape.max_context)
+        at_most(config, batch=len(file_pairs[0]) if file_pairs else int(config.pairs))
     policy = GPT(shape).to(device, dtype)
 
     with Run(config) as run:
@@ -157,12 +161,13 @@ def main(config: Config) -> dict:
 
         with run.phase("pairs"):
             asking = {"seed": config.seed, "labeller": config.labeller, "max_new_tokens": max_new_tokens}
-            pairs, dropped = file_pairs or collect_pairs(reference, task, int(config.pairs), **asking)
+            if not has_pairs:
+                found = file_pairs or collect_pairs(reference, task, int(config.pairs), **asking)
+                preferences.save(run.out / preferences.NAME, *found)
+            pairs, dropped = preferences.load(run.out / preferences.NAME)
             fresh, _ = collect_pairs(reference, task, HELD_OUT_PAIRS, **asking, held_out=True)
             run.say(f"{len(pairs)} pairs; dropped: {describe_dropped(dropped)}")
-            counts = {"trained_on": len(pairs), "dropped": dropped, "held_out": len(fresh), "digest": digest_of(pairs)}
-            if run.results.setdefault("pairs", counts) != counts:
-                raise RunError("the pairs are not those that the run began with: resume with these, or start a new run")
+            run.results["pairs"] = {"trained_on": len(pairs), "dropped": dropped, "held_out": len(fresh)}
             if any(pair.margin for pair in pairs):
                 run.say("the pairs' margins are not used: DPO has none")
             ref_chosen, ref_rejected = all_log_probs(reference, pairs)  # (pairs,): the reference never changes
@@ -221,17 +226,8 @@ def main(config: Config) -> dict:
                 },
             )
 
-        run.stop_if_interrupted(f"saved at step {config.steps} of {config.steps}")
-        with run.phase("eval"):
-            eval_after = examine()
-        summary = run.finish(eval_after=eval_after)
-        draw_curves(run.out)
-        before = summary["eval_before"]
         how = {"max_new_tokens": max_new_tokens, "samples": SHOWN_SAMPLES}
-        page = viewer.write_run(run.out, policy, task, held_out, before, eval_after, **how)
-        run.say(describe_evaluation(before, eval_after))
-        run.say(f"curves, samples, weights: {run.out}\nwhat changed, token by token: {page}")
-    return summary
+        return conclude(run, policy, task, held_out, examine, **how)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from nanorl import reward_model as rewarding
-from nanorl import viewer
 from nanorl.advantages import group_advantages, importance_weights, teaching_groups
 from nanorl.algorithms import ALGORITHMS, choose_extras
 from nanorl.batch_metrics import Means, rollout_metrics, token_metrics
 from nanorl.errors import RunError
-from nanorl.evaluation import describe_evaluation, evaluate, evaluate_preferred, grade, sample_lines
+from nanorl.evaluation import evaluate, evaluate_preferred, grade, sample_lines
 from nanorl.losses.aggregate import token_count
 from nanorl.model import GPT, GPTConfig, frozen_copy
 from nanorl.optimizers import Optimizers, schedule
@@ -41,7 +40,7 @@ from nanorl.options import (
     seed_generators,
 )
 from nanorl.own_loss import with_own_loss
-from nanorl.plots import draw_curves
+from nanorl.report import conclude
 from nanorl.reward_model import RewardModel
 from nanorl.rewards.overlong import overlong_penalty
 from nanorl.rollout import Rollout
@@ -319,17 +318,8 @@ def main(config: Config) -> dict:
             if evaluated:
                 run.samples(step, sample_lines(task, problems, rollout))
 
-        run.stop_if_interrupted(f"saved at step {config.steps} of {config.steps}")
-        with run.phase("eval"):
-            eval_after = examine(FINAL_SAMPLES)
-        summary = run.finish(eval_after=eval_after)
-        draw_curves(run.out)
-        before, after = summary["eval_before"], summary["eval_after"]
         how = {"max_new_tokens": max_new_tokens, "samples": FINAL_SAMPLES, "scale": algorithm.advantage_scale}
-        page = viewer.write_run(run.out, policy, task, held_out, before, after, **how)
-        run.say(describe_evaluation(before, after))
-        run.say(f"curves, samples, weights: {run.out}\nwhat changed, token by token: {page}")
-    return summary
+        return conclude(run, policy, task, held_out, lambda: examine(FINAL_SAMPLES), **how)
 
 
 def choose_reward(config: Config, shape: GPTConfig) -> RewardModel | None:

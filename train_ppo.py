@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from nanorl import preferences, viewer
+from nanorl import preferences
 from nanorl import reward_model as rewarding
 from nanorl.advantages import gae, place_rewards, whiten
 from nanorl.batch_metrics import Means, explained_variance, token_metrics
 from nanorl.errors import RunError
-from nanorl.evaluation import describe_evaluation, evaluate_preferred, grade, sample_lines
+from nanorl.evaluation import evaluate_preferred, grade, sample_lines
 from nanorl.kl import kl_estimate
 from nanorl.losses import ppo_loss, value_loss
 from nanorl.losses.aggregate import masked, token_count
@@ -45,14 +44,13 @@ from nanorl.options import (
     command_line,
     describe_machine,
     describe_memory,
+    excludes,
     policy_shape,
     seed_generators,
-    without,
 )
-from nanorl.plots import draw_curves
 from nanorl.preferences import collect_pairs, describe_dropped
+from nanorl.report import conclude, watch
 from nanorl.reward_model import RewardModel
-from nanorl.rollout import Rollout
 from nanorl.run import Run
 from nanorl.sampler import Sampler
 from nanorl.scorer import score
@@ -119,7 +117,7 @@ class Config:
     learning_rate: float = 5e-4
     """Of policy and critic: linearly up over a tenth of the steps, constant, linearly to 0 over the last half."""
     size: tuple[int, int, int] = (96, 2, 4)
-    """Width, layers and heads of each transformer; under --reward, reward model and critic have those of the former."""
+    """Width, layers and heads of each transformer. With --reward the critic has those of the model that was given."""
     warm_start_steps: int | None = None
     """Supervised steps on demonstrations; kept beside the run for the next one. Default: the task's."""
     eval_every: int = 10
@@ -139,15 +137,15 @@ class Config:
 def main(config: Config) -> dict:
     task = choose("task", config.task, PREFERENCE_TASKS)()
     choose("labeller", config.labeller, task.labellers)
-    beta_in_loss = choose("kl-in", config.kl_in, {"reward": 0.0, "loss": config.beta})
-    beta_in_reward = config.beta - beta_in_loss
+    betas = {"reward": (config.beta, 0.0), "loss": (0.0, config.beta)}
+    beta_in_reward, beta_in_loss = choose("kl-in", config.kl_in, betas)
     dtype, device = choose("dtype", config.dtype, DTYPES), choose_device(config.device)
     at_least(config, seed=0, steps=1, prompts=1, epochs=1, mini_batches=1, micro_batch=1, reward_model_steps=1, beta=0)
     at_least(config, gamma=0, lam=0, clip=0, value_clip=0, target_kl=0, missing_eos_penalty=0, max_new_tokens=1)
     at_least(config, learning_rate=0, warm_start_steps=0, eval_every=1, eval_problems=2, save_every=1)
     at_most(config, seed=MAX_SEED, gamma=1, lam=1, clip=1, mini_batches=config.prompts)
     if config.reward:
-        without(config, "reward", "pairs", "labeller", "reward_model_steps")
+        excludes(config, "reward", "pairs", "labeller", "reward_model_steps")
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
     torch.set_num_threads(THREADS)
     seed_generators(config.seed)
@@ -199,21 +197,17 @@ def main(config: Config) -> dict:
         sampler = Sampler(policy)
         held_out = task.held_out_problems(config.eval_problems)
 
-        @torch.no_grad()
-        def proxy(rollout: Rollout) -> Tensor:
-            """(B,) what the reward model thinks of each response."""
-            return reward_model.outcomes(rollout)
-
-        def examine() -> dict:
-            return evaluate_preferred(policy, reference, proxy, task, held_out, max_new_tokens)
+        def examine(step: int) -> dict:
+            found = evaluate_preferred(policy, reference, reward_model.outcomes, task, held_out, max_new_tokens)
+            watch(run, step, found)
+            return found
 
         for step in run.steps():
             evaluated = {}
             if step % config.eval_every == 0:
                 with run.phase("eval"):
-                    evaluated = {"eval": examine()}
+                    evaluated = {"eval": examine(step)}
                 run.results.setdefault("eval_before", evaluated["eval"])
-                watch(run, step, evaluated["eval"])
 
             with run.phase("sample"):
                 problems = task.training_problems(config.prompts, f"ppo {config.seed} {step}")
@@ -227,7 +221,7 @@ def main(config: Config) -> dict:
 
             with run.phase("reward"), torch.no_grad():
                 mask = rollout.mask
-                scores = proxy(rollout)  # (B,)
+                scores = reward_model.outcomes(rollout)  # (B,)
                 if not scores.isfinite().all():
                     raise RunError(f"a score in step {step} is not a finite number: the reward model is broken")
                 cut_off = torch.tensor(
@@ -239,7 +233,7 @@ def main(config: Config) -> dict:
                 kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, "k1")  # (B, T)
                 rewards = place_rewards(rollout.rewards, mask)  # (B, T)
                 rewards = rewards - beta_in_reward * masked(kl, mask)
-                rollout.values, _ = critic.values(rollout)  # (B, T)
+                rollout.values = critic.values(rollout)  # (B, T)
                 # A cut response was scored as it stands, so nothing is to come behind it either: with a bootstrap its
                 # score would count twice, and not to stop would pay.
                 rollout.advantages, rollout.returns = gae(
@@ -276,7 +270,7 @@ def main(config: Config) -> dict:
                             beta=beta_in_loss,
                             denominator=denominator,
                         )
-                        values, _ = critic.values(part)  # (b, T)
+                        values = critic.values(part)  # (b, T)
                         critic_loss, value_metrics = value_loss(
                             values,
                             part.values,
@@ -320,39 +314,14 @@ def main(config: Config) -> dict:
             if evaluated:
                 run.samples(step, sample_lines(task, problems, rollout))
 
-        run.stop_if_interrupted(f"saved at step {config.steps} of {config.steps}")
-        with run.phase("eval"):
-            eval_after = examine()
-        watch(run, config.steps, eval_after)
-        summary = run.finish(eval_after=eval_after)
-        draw_curves(run.out)
-        before = summary["eval_before"]
         how = {"max_new_tokens": max_new_tokens, "samples": SHOWN_SAMPLES}
-        page = viewer.write_run(run.out, policy, task, held_out, before, eval_after, **how)
-        run.say(describe_evaluation(before, eval_after))
-        run.say(f"curves, samples, weights: {run.out}\nwhat changed, token by token: {page}")
-    return summary
+        return conclude(run, policy, task, held_out, lambda: examine(config.steps), **how)
 
 
 def shuffled(n: int, parts: int, key: str) -> list[list[int]]:
     """0 ... n - 1 in an order that is a function of `key`, dealt out into parts of the same size or one less."""
     rows = random.Random(key).sample(range(n), n)
     return [rows[part::parts] for part in range(parts)]
-
-
-def watch(run: Run, step: int, now: dict) -> None:
-    """Warns when what is wanted falls while what is trained on rises: the reward model is being fooled (Gao et al.
-    2023). The best evaluation so far, by gold, is kept in summary.json."""
-    best = run.results.get("best")
-    if best is None or now["gold"] > best["gold"]:
-        run.results["best"] = {"step": step, "gold": now["gold"], "gold_low": now["gold_low"], "proxy": now["proxy"]}
-    elif now["gold_high"] < best["gold_low"] and now["proxy"] > best["proxy"]:
-        run.results["over_optimized"] = True
-        run.say(
-            f"WARNING: over-optimization: held-out gold {now['gold']:.2f} is below the {best['gold']:.2f} of step "
-            f"{best['step']}, while the proxy rose from {best['proxy']:.2f} to {now['proxy']:.2f}. The policy has "
-            "learned to please the reward model: raise --beta, stop earlier, look at samples.txt"
-        )
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def nanorl_step(size: Size, dtype: torch.dtype, epochs: int = 1) -> Callable[...
             rollout.ref_logprobs, _ = score(reference, rollout)
             kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, "k1")  # (B, T)
             rewards = place_rewards(scores, mask) - BETA * masked(kl, mask)  # (B, T)
-            rollout.values, _ = critic.values(rollout)  # (B, T)
+            rollout.values = critic.values(rollout)  # (B, T)
             rollout.advantages, rollout.returns = gae(rewards, rollout.values, mask, gamma=GAMMA, lam=LAM)
             rollout.advantages = whiten(rollout.advantages, mask)
         losses = torch.zeros(2)
@@ -92,7 +92,7 @@ def nanorl_step(size: Size, dtype: torch.dtype, epochs: int = 1) -> Callable[...
                 policy_loss, _ = ppo_loss(
                     logprobs, part.old_logprobs, part.advantages, part.mask, denominator=denominator
                 )
-                values, _ = critic.values(part)  # (b, T)
+                values = critic.values(part)  # (b, T)
                 critic_loss, _ = value_loss(values, part.values, part.returns, part.mask, denominator=denominator)
                 (policy_loss + critic_loss).backward()
                 total += torch.stack([policy_loss, critic_loss]).detach()

@@ -38,18 +38,8 @@ from nanorl.tasks import reviews
 
 SCRIPTS = {"PPO": "train_ppo.py", "GRPO": "train_grpo.py", "DPO": "train_dpo.py"}
 COLORS = {"PPO": "tab:blue", "GRPO": "tab:orange", "DPO": "tab:green", "best-of-n": "tab:red"}
-CODE = (
-    *AROUND,
-    bradley_terry,
-    dpo,
-    grpo,
-    ppo,
-    evaluation,
-    preferences,
-    reward_model,
-    reviews,
-    sampler,
-)  # and its script
+# What decides a run besides its options, its script and what the warm start's own digest covers.
+CODE = (*AROUND, bradley_terry, dpo, grpo, ppo, evaluation, preferences, reward_model, reviews, sampler)
 POOL, QUICK_POOL = 512, 64  # responses to each prompt that best-of-n chooses from
 NS = [2**i for i in range(7)]
 TINY = "--size 16 1 2 --warm-start-steps 20 --steps 4 --eval-every 2 --eval-problems 32 --max-new-tokens 12".split()

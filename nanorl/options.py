@@ -87,19 +87,19 @@ def at_least(config, **minimum: float) -> None:
             raise RunError(f"{flag(name)} must be at least {least}, not {value}")
 
 
-def without(config, other: str, *names: str) -> None:
-    """None of the named options differs from its default, for beside the `other` one it would do nothing."""
-    idle = [name for name in names if getattr(config, name) != getattr(type(config)(), name)]
-    if idle:
-        raise RunError(f"{', '.join(map(flag, idle))} would do nothing beside {flag(other)}: leave one of them away")
-
-
 def at_most(config, **maximum: float) -> None:
     """Each named option, where given, is not above its maximum."""
     for name, most in maximum.items():
         value = getattr(config, name)
         if value is not None and value > most:
             raise RunError(f"{flag(name)} must be at most {most}, not {value}")
+
+
+def excludes(config, option: str, *names: str) -> None:
+    """None of the named options differs from its default: beside `option` it would do nothing."""
+    idle = [name for name in names if getattr(config, name) != getattr(type(config)(), name)]
+    if idle:
+        raise RunError(f"{', '.join(map(flag, idle))} would do nothing beside {flag(option)}: leave one of them away")
 
 
 def flag(name: str) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,15 +16,17 @@ from torch import Tensor
 from nanorl.errors import RunError
 from nanorl.model import GPT
 from nanorl.rollout import Rollout
+from nanorl.run import write_atomically
 from nanorl.sampler import Sampler
 from nanorl.tasks.task import PreferenceTask
 from nanorl.tokenizer import Tokenizer
 
+NAME = "pairs.json"  # in the folder of a run
 ASKED_AT_ONCE = 256  # prompts: what bounds memory, and what a processor's caches like
 LARGEST_MARGIN = torch.finfo(torch.float32).max  # beyond it a loss would be infinite
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Pair:
     prompt: list[int]
     chosen: list[int]
@@ -161,9 +163,17 @@ def parse_pair(line: str, tokenizer: Tokenizer) -> Pair:
     return Pair(prompt, chosen, rejected, None if margin is None else float(margin))
 
 
-def digest_of(pairs: Sequence[Pair]) -> str:
-    """Of all they hold, in their order."""
-    return hashlib.sha256(repr(pairs).encode()).hexdigest()[:16]
+def save(path: Path, pairs: Sequence[Pair], dropped: dict[str, int]) -> None:
+    """What a run trains on, as ids, so that it goes on with the same pairs whatever becomes of their source."""
+    write_atomically(path, json.dumps({"pairs": [dataclasses.astuple(pair) for pair in pairs], "dropped": dropped}))
+
+
+def load(path: Path) -> tuple[list[Pair], dict[str, int]]:
+    try:
+        kept = json.loads(path.read_text())
+        return [Pair(*row) for row in kept["pairs"]], kept["dropped"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise RunError(f"{path} is damaged: it holds the pairs that the run trains on") from None
 
 
 def describe_dropped(dropped: dict[str, int]) -> str:

@@ -79,12 +79,9 @@ class RewardModel(GPT):
         """(B, T): the score behind each token where `ends` (B, T) is True, the last one of a step; 0 elsewhere."""
         return self.scores(rollout)[:, 1:].masked_fill(~ends, 0.0)
 
-    def values(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """As a critic: (B, T) what is still to come before each token, 0 outside the mask; and (B,) behind the last
-        one, which counts only where a response was cut off."""
-        scores = self.scores(rollout)
-        behind = scores.gather(1, rollout.lengths[:, None]).squeeze(1)
-        return scores[:, :-1].masked_fill(~rollout.mask, 0.0), behind
+    def values(self, rollout: Rollout) -> Tensor:
+        """As a critic: (B, T) what is still to come before each token, 0 outside the mask."""
+        return self.scores(rollout)[:, :-1].masked_fill(~rollout.mask, 0.0)
 
     @torch.no_grad()
     def normalize_on(self, pairs: Sequence[Pair]) -> None:

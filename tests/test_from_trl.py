@@ -10,8 +10,9 @@ import pytest
 import train_grpo
 from nanorl.algorithms import ALGORITHMS
 from nanorl.errors import RunError
-from nanorl.from_trl import DEFAULTS, REASONS, Translation, read, translate
+from nanorl.from_trl import Translation, read, translate
 from nanorl.options import parse
+from nanorl.trl_fields import DEFAULTS, REASONS
 
 
 def flags(**fields) -> dict:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import train_grpo
+from nanorl import report
 from nanorl.algorithms import ALGORITHMS
 from nanorl.errors import RunError
 from nanorl.losses import grpo_loss
@@ -211,7 +212,7 @@ def test_a_gradient_at_padding_is_warned_about(write, recwarn):
 @pytest.fixture
 def train(tmp_path, monkeypatch):
     monkeypatch.setattr(ChainArithmetic, "reward", lambda self, problem, text: float(len(text) % 2))  # both do occur
-    monkeypatch.setattr(train_grpo, "draw_curves", lambda out: None)
+    monkeypatch.setattr(report, "draw_curves", lambda out: None)
 
     def train(name: str, **chosen) -> list[dict]:
         out = tmp_path / name

@@ -78,14 +78,13 @@ def test_trap_d1_the_outcome_is_read_behind_the_last_token_alone_and_in_a_padded
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 def test_trap_d1_whatever_ids_stand_in_the_padding_no_score_or_value_changes(dtype, close, reward_model):
     model = reward_model(dtype)
-    outcomes, (values, behind) = model.outcomes(given()), model.values(given())
+    outcomes, values = model.outcomes(given()), model.values(given())
     T = values.shape[1]
     for pad in (0, EOS, 19):
         wide = padded(given(), pad)
         torch.testing.assert_close(model.outcomes(wide), outcomes, rtol=0, atol=close)
-        wide_values, wide_behind = model.values(wide)
+        wide_values = model.values(wide)
         torch.testing.assert_close(wide_values[:, :T], values, rtol=0, atol=close)
-        torch.testing.assert_close(wide_behind, behind, rtol=0, atol=close)
         assert (wide_values[:, T:] == 0).all()
 
 
@@ -124,27 +123,26 @@ def test_process_scores_stand_at_the_ends_of_steps_and_nowhere_else(reward_model
 # ---- the critic
 
 
-def test_values_stand_before_each_token_and_behind_the_last(reward_model):
+def test_values_stand_before_each_token(reward_model):
     model = reward_model()
-    values, behind = model.values(given())
-    assert values.shape == (5, 7) and behind.shape == (5,)
+    values = model.values(given())
+    assert values.shape == (5, 7)
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
         expected = by_hand(model, prompt, response)
         torch.testing.assert_close(values[row, : len(response)], expected[:-1], rtol=0, atol=1e-10)
-        torch.testing.assert_close(behind[row], expected[-1], rtol=0, atol=1e-10)
         assert (values[row, len(response) :] == 0).all()
 
 
 def test_a_value_does_not_see_the_token_it_stands_before(reward_model):
     """Another token t changes no value at t or before it, and every one behind it."""
     model = reward_model()
-    values, behind = model.values(given())
+    values = model.values(given())
     for t in range(7):
         changed = given()
         changed.tokens[1, t] = 11
-        found, found_behind = model.values(changed)
+        found = model.values(changed)
         assert torch.equal(found[1, : t + 1], values[1, : t + 1])
-        assert ((found - values)[1, t + 1 :].abs() > 1e-8).all() and abs(found_behind[1] - behind[1]) > 1e-8
+        assert ((found - values)[1, t + 1 :].abs() > 1e-8).all()
         assert torch.equal(found[[0, 2, 3, 4]], values[[0, 2, 3, 4]])
 
 

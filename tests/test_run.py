@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file
 
 import train_grpo
-from nanorl import checkpoint
+from nanorl import checkpoint, report
 from nanorl.errors import Interrupted, RunError
 from nanorl.options import (
     at_least,
@@ -322,7 +322,7 @@ def test_trap_f1_a_run_killed_at_any_moment_ends_bit_by_bit_where_it_would_have(
 @pytest.fixture
 def own_reward(monkeypatch):
     monkeypatch.setattr(ChainArithmetic, "reward", text_reward)
-    monkeypatch.setattr(train_grpo, "draw_curves", lambda out: None)  # drawing takes longer than the run
+    monkeypatch.setattr(report, "draw_curves", lambda out: None)  # drawing takes longer than the run
 
 
 def train(out: Path, **chosen) -> dict:

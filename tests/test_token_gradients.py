@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import train_grpo
-from nanorl import checkpoint, token_gradients
+from nanorl import checkpoint, report, token_gradients
 from nanorl.algorithms import ALGORITHMS, Algorithm
 from nanorl.errors import RunError
 from nanorl.losses.aggregate import constant_mean
@@ -155,7 +155,7 @@ def run(tmp_path_factory):
     tiny = {"size": (16, 1, 2), "prompts": 4, "group_size": 6, "steps": 2, "eval_problems": 2}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ChainArithmetic, "reward", lambda self, problem, text: zlib.crc32(text.encode()) % 2)
-        patched.setattr(train_grpo, "draw_curves", lambda out: None)
+        patched.setattr(report, "draw_curves", lambda out: None)
         train_grpo.main(
             train_grpo.Config(
                 out=str(out),

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import train_dpo
-from nanorl import checkpoint, sft
+from nanorl import checkpoint, report, sft
 from nanorl.errors import Interrupted, RunError
 from nanorl.losses import dpo_loss, ipo_loss
 from nanorl.optimizers import Optimizers
@@ -50,8 +50,8 @@ TINY = {
 def quick(patched: pytest.MonkeyPatch) -> None:
     """Leaves out what takes longer than the run."""
     patched.setattr(train_dpo, "HELD_OUT_PAIRS", 20)
-    patched.setattr(train_dpo, "draw_curves", lambda out: None)
-    patched.setattr(train_dpo.viewer, "write_run", lambda *_, **__: "")
+    patched.setattr(report, "draw_curves", lambda out: None)
+    patched.setattr(report.viewer, "write_run", lambda *_, **__: "")
 
 
 @pytest.fixture(autouse=True)
@@ -155,6 +155,7 @@ def test_a_run_leaves_the_files_of_the_contract(finished):
         "metrics.jsonl",
         "curves.png",
         "samples.html",
+        "pairs.json",
         "checkpoint",
         "summary.json",
         "lock",
@@ -326,15 +327,20 @@ def test_margins_of_a_file_are_said_to_be_unused(train, tmp_path, capsys):
         assert ("the pairs' margins are not used" in capsys.readouterr().out) is said
 
 
-def test_a_run_cannot_go_on_with_other_pairs(train, tmp_path):
+def test_a_resumed_run_goes_on_with_its_own_pairs_whatever_became_of_the_file(train, tmp_path, seen):
     path = tmp_path / "pairs.jsonl"
     row = {"prompt": " the plot was dull", "chosen": " .", "rejected": " dull ."}
     path.write_text(json.dumps(row))
     out = train(pairs=str(path), batch=1, steps=1)
-    resume(out, "--steps", "2")
     path.write_text(json.dumps(row | {"chosen": " dull .", "rejected": " ."}))
-    with pytest.raises(RunError, match="the pairs are not those that the run began with"):
-        resume(out, "--steps", "3")
+    resume(out, "--steps", "2")
+    path.unlink()
+    resume(out, "--steps", "3")
+    references = [(chosen.item(), rejected.item()) for (_, _, chosen, rejected), _ in seen.calls]
+    assert references[0] == references[1] == references[2] and references[0][0] != references[0][1]
+    (out / "pairs.json").write_text("{")
+    with pytest.raises(RunError, match=r"pairs\.json is damaged"):
+        resume(out, "--steps", "4")
 
 
 @pytest.mark.parametrize("length_normalized", [False, True])
@@ -349,7 +355,7 @@ def test_the_proxy_is_the_reward_that_the_loss_compares(length_normalized, train
         return {"gold": 0.0, "gold_low": 0.0, "gold_high": 0.0, "proxy": 0.0, "kl": 0.0, "mean_length": 0.0}
 
     monkeypatch.setattr(train_dpo, "evaluate_preferred", spy)
-    monkeypatch.setattr(train_dpo, "describe_evaluation", lambda *_: "")
+    monkeypatch.setattr(report, "describe_evaluation", lambda *_: "")
     train(dtype="float64", length_normalized=length_normalized, learning_rate=0.02)
     proxies, ratios = found[-1]
     lengths = (3, 2) if length_normalized else (1, 1)

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import train_grpo
-from nanorl import checkpoint
+from nanorl import checkpoint, report
 from nanorl import reward_model as rewarding
 from nanorl.algorithms import ALGORITHMS, Algorithm
 from nanorl.errors import RunError
@@ -49,7 +49,7 @@ def text_reward(task, problem, response: str) -> float:
 @pytest.fixture(autouse=True)
 def own_reward_and_no_picture(monkeypatch):
     monkeypatch.setattr(ChainArithmetic, "reward", text_reward)
-    monkeypatch.setattr(train_grpo, "draw_curves", lambda out: None)  # drawing takes longer than the run
+    monkeypatch.setattr(report, "draw_curves", lambda out: None)  # drawing takes longer than the run
 
 
 @pytest.fixture
@@ -655,8 +655,8 @@ def test_dynamic_sampling_replaces_groups_of_equal_reward(train, monkeypatch, se
 
     monkeypatch.setattr(ChainArithmetic, "reward", rewards_by_prompt(rewards))
     monkeypatch.setattr(train_grpo, "evaluate", lambda *_, **__: EVALUATED)
-    monkeypatch.setattr(train_grpo, "describe_evaluation", lambda *_: "")
-    monkeypatch.setattr(train_grpo.viewer, "write_run", lambda *_, **__: "")
+    monkeypatch.setattr(report, "describe_evaluation", lambda *_: "")
+    monkeypatch.setattr(report.viewer, "write_run", lambda *_, **__: "")
     lines = metrics(train(extras=["dynamic_sampling"], prompts=4, steps=3))
     assert [rows for rows, *_ in seen_updates] == [16] * 3  # four groups of four, all of which teach
     assert max(line["sampling_rounds"] for line in lines) > 1
@@ -870,7 +870,7 @@ def test_a_run_on_a_learned_reward_resumes_bit_by_bit(train, learned):
 def test_a_single_held_out_response_has_no_interval_and_can_be_drawn(train, learned, monkeypatch):
     from nanorl import plots
 
-    monkeypatch.setattr(train_grpo, "draw_curves", plots.draw_curves)
+    monkeypatch.setattr(report, "draw_curves", plots.draw_curves)
     out = train(**REVIEWS, reward=learned, steps=1, eval_problems=1)
     assert json.loads((out / "summary.json").read_text())["eval_after"]["gold_low"] is None
     assert (out / "curves.png").exists()

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import train_ppo
-from nanorl import checkpoint, sft
+from nanorl import checkpoint, report, sft
 from nanorl import reward_model as rewarding
 from nanorl.errors import Interrupted, RunError
 from nanorl.losses import ppo_loss
@@ -56,8 +56,8 @@ LEARNED = {"pairs": "30", "reward_model_steps": 3}  # for a run that trains its 
 def quick(patched: pytest.MonkeyPatch) -> None:
     """Leaves out what takes longer than the run."""
     patched.setattr(train_ppo, "FRESH_PAIRS", 20)
-    patched.setattr(train_ppo, "draw_curves", lambda out: None)
-    patched.setattr(train_ppo.viewer, "write_run", lambda *_, **__: "")
+    patched.setattr(report, "draw_curves", lambda out: None)
+    patched.setattr(report.viewer, "write_run", lambda *_, **__: "")
 
 
 @pytest.fixture(autouse=True)
@@ -377,10 +377,10 @@ def test_gamma_and_lam_are_those_of_the_options(finished):
 
 
 def test_values_are_those_of_the_critic_before_any_update_on_the_batch(finished):
-    values, _ = rewarding.critic_from(finished.reward_model).values(finished.rollouts[0])
+    values = rewarding.critic_from(finished.reward_model).values(finished.rollouts[0])
     ((_, first, *_), _, _), (((_, second, *_)), _, _) = finished.calls["gae"][:2]
     torch.testing.assert_close(first, values.detach(), rtol=0, atol=1e-12)
-    again, _ = rewarding.critic_from(finished.reward_model).values(finished.rollouts[1])
+    again = rewarding.critic_from(finished.reward_model).values(finished.rollouts[1])
     assert (second - again).abs().max() > 1e-3  # by then it has learned
 
 
@@ -555,7 +555,7 @@ def watching(*evaluations: tuple[float, float, float]) -> tuple[dict, list[str]]
     run = SimpleNamespace(results={}, say=said.append)
     for number, (score, half, proxy) in enumerate(evaluations):
         now = {"gold": score, "gold_low": score - half, "gold_high": score + half, "proxy": proxy}
-        train_ppo.watch(run, 10 * number, now)
+        report.watch(run, 10 * number, now)
     return run.results, said
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import train_grpo
-from nanorl import checkpoint, viewer
+from nanorl import checkpoint, report, viewer
 from nanorl.evaluation import evaluate
 from nanorl.model import GPT, GPTConfig
 from nanorl.options import parse
@@ -265,7 +265,7 @@ def test_the_state_before_training_is_kept_beside_the_newest_two_checkpoints(tmp
 def test_a_resumed_run_leaves_the_same_page_and_it_compares_with_the_weights_before_training(
     task, easier, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(train_grpo, "draw_curves", lambda out: None)  # takes longer than the run
+    monkeypatch.setattr(report, "draw_curves", lambda out: None)  # takes longer than the run
     out = tmp_path / "run"
     train_grpo.main(train_grpo.Config(out=str(out), eval_problems=20, save_every=1, **TINY))
     page = (out / "samples.html").read_bytes()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import train_grpo
-from nanorl import checkpoint, viewer
+from nanorl import checkpoint, report, viewer
 from nanorl.evaluation import EVAL_SEED
 from nanorl.model import GPT, GPTConfig
 from nanorl.rollout import Rollout
@@ -52,7 +52,7 @@ def run(tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "small"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TASKS["chain"], "reward", easy_reward)
-        patch.setattr(train_grpo, "draw_curves", lambda out: None)
+        patch.setattr(report, "draw_curves", lambda out: None)
         small = {"size": (16, 1, 2), "prompts": 4, "learning_rate": 0.03}
         train_grpo.main(train_grpo.Config(out=str(out), steps=8, warm_start_steps=20, eval_problems=20, **small))
         yield out
