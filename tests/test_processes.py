@@ -134,8 +134,16 @@ def test_a_run_that_ends_well_without_a_result_is_a_failure(jobs, tmp_path):
         run_all([job], 1, print)
 
 
+@pytest.fixture
+def heeds_sigint():
+    """As at a terminal: a process that a shell has started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_when_interrupted_the_runs_save_and_end_and_go_on_later(number, jobs, tmp_path):
+def test_when_interrupted_the_runs_save_and_end_and_go_on_later(number, jobs, tmp_path, heeds_sigint):
     first, second, waiting = jobs("a0", "a1", "a2", arguments=("--long",))
 
     def interrupt():
