@@ -128,7 +128,7 @@ def evaluate_preferred(
 ) -> dict:
     """Where nothing can be verified: one response to each problem, sampled at temperature 1, and of these the means of
 
-    gold     the hidden score that training never sees, with its 95 % interval
+    gold     the hidden score that training never sees, with its 95 % interval over responses to these same prompts
     proxy    the learned score that it does see
     kl       log pi / pi_ref summed over the response: how far the policy has gone from the warm start, in nats
     """
