@@ -94,7 +94,7 @@ class Config:
     mini_batches: int = 4
     """Updates in each of these."""
     micro_batch: int | None = None
-    """Responses an update scores at a time; it changes memory, not the result. Default: a mini-batch."""
+    """Responses an update scores at a time; it changes memory and time, not the result. Default: a mini-batch."""
     beta: float = 0.1
     """Weight of KL(policy || reference), in units of reward a nat."""
     kl_in: str = "reward"
@@ -190,6 +190,9 @@ def main(config: Config) -> dict:
 
         # 4 -------- PPO
         reference, critic = frozen_copy(policy), rewarding.critic_from(reward_model)
+        # With one update a step nothing has moved when it comes: the forward passes that the advantages need are also
+        # its own. That takes the memory of a whole batch, which a micro-batch is there to save.
+        at_once = config.epochs * config.mini_batches == 1 and config.micro_batch is None
         optimizers = Optimizers(policy, config.learning_rate), Optimizers(critic, config.learning_rate)
         run.track(*optimizers, policy=policy, reference=reference, critic=critic)
         run.say(describe_machine(policy))
@@ -221,6 +224,10 @@ def main(config: Config) -> dict:
 
             with run.phase("reward"), torch.no_grad():
                 mask = rollout.mask
+                with torch.set_grad_enabled(at_once):
+                    logprobs, entropy = score(policy, rollout)  # (B, T)
+                    values = critic.values(rollout)  # (B, T)
+                rollout.old_logprobs, rollout.values = logprobs.detach(), values.detach()
                 scores = reward_model.outcomes(rollout)  # (B,)
                 if not scores.isfinite().all():
                     raise RunError(f"a score in step {step} is not a finite number: the reward model is broken")
@@ -228,12 +235,10 @@ def main(config: Config) -> dict:
                     [f == "length" for f in rollout.finish], device=device, dtype=scores.dtype
                 )  # (B,)
                 rollout.rewards = scores - config.missing_eos_penalty * cut_off
-                rollout.old_logprobs, entropy = score(policy, rollout)  # (B, T)
-                rollout.ref_logprobs, _ = score(reference, rollout)
+                rollout.ref_logprobs, _ = score(reference, rollout)  # (B, T)
                 kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, "k1")  # (B, T)
                 rewards = place_rewards(rollout.rewards, mask)  # (B, T)
                 rewards = rewards - beta_in_reward * masked(kl, mask)
-                rollout.values = critic.values(rollout)  # (B, T)
                 # A cut response was scored as it stands, so nothing is to come behind it either: with a bootstrap its
                 # score would count twice, and not to stop would pay.
                 rollout.advantages, rollout.returns = gae(
@@ -252,13 +257,15 @@ def main(config: Config) -> dict:
                     for rows in shuffled(len(rollout), config.mini_batches, f"{config.seed} {step} {epoch}")
                 ]
                 for rows in batches:
-                    batch = rollout.select(rows)
+                    batch = rollout if at_once else rollout.select(rows)
                     denominator, moved = token_count(batch.mask), 0.0  # moved: KL(old || policy), nats a token
                     total = torch.zeros(2, device=device, dtype=rollout.rewards.dtype)
                     for optimizer in optimizers:
                         optimizer.zero_grad()
-                    for part in batch.split(config.micro_batch):
-                        logprobs, _ = score(policy, part)  # (b, T)
+                    for part in [batch] if at_once else batch.split(config.micro_batch):
+                        if not at_once:
+                            logprobs, _ = score(policy, part)  # (b, T)
+                            values = critic.values(part)  # (b, T)
                         policy_loss, metrics = ppo_loss(
                             logprobs,
                             part.old_logprobs,
@@ -270,7 +277,6 @@ def main(config: Config) -> dict:
                             beta=beta_in_loss,
                             denominator=denominator,
                         )
-                        values = critic.values(part)  # (b, T)
                         critic_loss, value_metrics = value_loss(
                             values,
                             part.values,

@@ -449,6 +449,23 @@ def test_old_log_probs_and_old_values_are_those_of_before_the_first_update(finis
         assert distances[0] < 1e-12 and min(distances[1:]) > 1e-4
 
 
+AT_ONCE = {"epochs": 1, "mini_batches": 1}
+
+
+def test_a_single_update_scores_the_rollouts_once_and_in_micro_batches_again(train, monkeypatch):
+    for micro_batch, expected in ((None, 1), (4, 1 + 2)):
+        policies = []
+        with monkeypatch.context() as patched:
+
+            def score(model, rollout, function=train_ppo.score, policies=policies):
+                policies.append(any(weight.requires_grad for weight in model.parameters()))
+                return function(model, rollout)
+
+            patched.setattr(train_ppo, "score", score)
+            train(steps=1, micro_batch=micro_batch, **AT_ONCE)
+        assert sum(policies) == expected
+
+
 def gradients_of_each_update(train, monkeypatch, **chosen) -> list[list[Tensor]]:
     """As they reach the optimizers, policy's and critic's in turn, the weights staying as they are."""
     kept = []
@@ -462,19 +479,23 @@ def gradients_of_each_update(train, monkeypatch, **chosen) -> list[list[Tensor]]
     return kept
 
 
-@pytest.mark.parametrize("kl_in", ["reward", "loss"])
-def test_the_micro_batch_size_never_changes_a_gradient_of_policy_or_critic(kl_in, train, monkeypatch):
-    whole = gradients_of_each_update(train, monkeypatch, kl_in=kl_in)
-    assert len(whole) == 2 * 4 and all(gradient.abs().max() > 0 for update in whole for gradient in update)
+@pytest.mark.parametrize(
+    "chosen", [{"kl_in": "reward"}, {"kl_in": "loss"}, AT_ONCE], ids=["in reward", "in loss", "one update"]
+)
+def test_the_micro_batch_size_never_changes_a_gradient_of_policy_or_critic(chosen, train, monkeypatch):
+    whole = gradients_of_each_update(train, monkeypatch, **chosen)
+    assert len(whole) == (2 if chosen == AT_ONCE else 2 * 4)
+    assert all(gradient.abs().max() > 0 for update in whole for gradient in update)
     for micro_batch in (1, 3):
-        parts = gradients_of_each_update(train, monkeypatch, kl_in=kl_in, micro_batch=micro_batch)
+        parts = gradients_of_each_update(train, monkeypatch, **chosen, micro_batch=micro_batch)
         for update, expected in zip(parts, whole, strict=True):
             for gradient, all_at_once in zip(update, expected, strict=True):
                 torch.testing.assert_close(gradient, all_at_once, rtol=0, atol=1e-10)
 
 
-def test_the_micro_batch_size_never_changes_metrics(train):
-    whole, parts = (metrics(train(dtype="float64", steps=2, micro_batch=size)) for size in (None, 3))
+@pytest.mark.parametrize("chosen", [{}, AT_ONCE], ids=["four updates", "one update"])
+def test_the_micro_batch_size_never_changes_metrics(chosen, train):
+    whole, parts = (metrics(train(dtype="float64", steps=2, micro_batch=size, **chosen)) for size in (None, 3))
     for line, expected in zip(parts, whole, strict=True):
         for name in LOGGED:
             assert line[name] == pytest.approx(expected[name], rel=1e-7, abs=1e-10), name
@@ -498,7 +519,7 @@ def test_an_update_beyond_target_kl_moves_neither_policy_nor_critic(train, monke
     once = gradients_of_each_update(train, monkeypatch, epochs=1, mini_batches=1)
     assert len(once) == 2
     stopped = train(target_kl=1e-9, dtype="float64", steps=1, epochs=5, mini_batches=1)
-    single = train(dtype="float64", steps=1, epochs=1, mini_batches=1)
+    single = train(dtype="float64", steps=1, epochs=1, mini_batches=1, micro_batch=TINY["prompts"])  # the same sums
     for model in ("policy", "critic"):
         assert equal(weights(stopped, model), weights(single, model))
 
