@@ -174,24 +174,19 @@ def main(config: Config) -> dict:
             ref_fresh = all_log_probs(reference, fresh)
         at_most(config, batch=len(pairs))
 
-        @torch.no_grad()
         def implied_reward(rollout: Rollout) -> Tensor:
             """(B,): beta log(pi / pi_ref), the reward for which this policy would be the best one."""
             log_ratio = score(policy, rollout)[0] - score(reference, rollout)[0]  # (B, T)
             return config.beta * sequence_logprobs(log_ratio, rollout.mask, mean=config.length_normalized)
 
-        def examine() -> dict:
+        def examine(step: int) -> dict:
             chosen, rejected = all_log_probs(policy, fresh)
             _, metrics = dpo_loss(chosen, rejected, *ref_fresh, beta=config.beta)
             found = evaluate_preferred(policy, reference, implied_reward, task, held_out, max_new_tokens)
             return found | {"pair_accuracy": metrics["accuracy"].item()}
 
         for step in run.steps():
-            evaluated = {}
-            if step % config.eval_every == 0:
-                with run.phase("eval"):
-                    evaluated = {"eval": examine()}
-                run.results.setdefault("eval_before", evaluated["eval"])
+            evaluated = run.evaluate(step, examine)
 
             with run.phase("update"):
                 rows = rows_of_step(step, len(pairs), config.batch, config.seed)
@@ -226,8 +221,7 @@ def main(config: Config) -> dict:
                 },
             )
 
-        how = {"max_new_tokens": max_new_tokens, "samples": SHOWN_SAMPLES}
-        return conclude(run, policy, task, held_out, examine, **how)
+        return conclude(run, policy, task, held_out, examine, max_new_tokens=max_new_tokens, samples=SHOWN_SAMPLES)
 
 
 if __name__ == "__main__":

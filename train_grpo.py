@@ -184,15 +184,11 @@ def main(config: Config) -> dict:
         }
         run.results["sampling"] = sampling  # as it was, defaults filled in
 
-        @torch.no_grad()
-        def learned_reward(rollout: Rollout) -> Tensor:
-            """(B,)"""
-            return reward_model.outcomes(rollout)
-
-        def examine(samples: int) -> dict:
-            if reward_model is None:
-                return evaluate(policy, task, held_out, max_new_tokens, samples=samples)
-            return evaluate_preferred(policy, reference, learned_reward, task, held_out, max_new_tokens)
+        def examine(step: int) -> dict:
+            if reward_model is not None:
+                return evaluate_preferred(policy, reference, reward_model.outcomes, task, held_out, max_new_tokens)
+            samples = FINAL_SAMPLES if step in (0, config.steps) else 1
+            return evaluate(policy, task, held_out, max_new_tokens, samples=samples)
 
         def sample(step: int, number: int) -> tuple[list[Problem], Rollout, dict[str, list[float]]]:
             """Problems, responses with their rewards, and what the task says of them: round `number` of a step."""
@@ -210,7 +206,7 @@ def main(config: Config) -> dict:
                 rewards, described = grade(task, problems, rollout)
                 rollout.rewards = torch.tensor(rewards, dtype=rollout.behavior_logprobs.dtype, device=device)  # (B,)
                 if reward_model is not None:  # then the task's own score is to be looked at, not to be trained on
-                    described["gold"], rollout.rewards = rewards, learned_reward(rollout)
+                    described["gold"], rollout.rewards = rewards, reward_model.outcomes(rollout)
                 broken = (~rollout.rewards.isfinite()).nonzero().flatten().tolist()
                 if broken:
                     raise RunError(
@@ -253,11 +249,7 @@ def main(config: Config) -> dict:
                     part.ref_logprobs, _ = score(reference, part)
 
         for step in run.steps():
-            evaluated = {}
-            if step % config.eval_every == 0:
-                with run.phase("eval"):
-                    evaluated = {"eval": examine(FINAL_SAMPLES if step == 0 else 1)}
-                run.results.setdefault("eval_before", evaluated["eval"])
+            evaluated = run.evaluate(step, examine)
 
             problems, rollout, described, batch, rounds = collect(step)
 
@@ -319,7 +311,7 @@ def main(config: Config) -> dict:
                 run.samples(step, sample_lines(task, problems, rollout))
 
         how = {"max_new_tokens": max_new_tokens, "samples": FINAL_SAMPLES, "scale": algorithm.advantage_scale}
-        return conclude(run, policy, task, held_out, lambda: examine(FINAL_SAMPLES), **how)
+        return conclude(run, policy, task, held_out, examine, **how)
 
 
 def choose_reward(config: Config, shape: GPTConfig) -> RewardModel | None:

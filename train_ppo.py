@@ -9,8 +9,11 @@
     3  a reward model that tells the better one (Bradley-Terry, InstructGPT 2022)
     4  PPO (Schulman et al. 2017): respond, score, and make what went better than the critic expected likelier
 
-Four models: the policy and its critic learn, the reference (the first policy) and the reward model are frozen. What it
-simplifies: all of them stand on one device and take turns, one response a prompt, and the people are a formula.
+Four models: the policy and its critic (a reward model read before each token) learn, the reference (the first policy)
+and the reward model are frozen. What it simplifies: all of them stand on one device and take turns, one response to
+each prompt that is drawn, and the people are a formula. It leaves out an entropy bonus, an adaptive beta (Ziegler et
+al. 2019) and the gradients on other texts of InstructGPT's PPO-ptx; policy and critic share no weight, so there is no
+weight of the critic's loss.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ from nanorl.options import (
     seed_generators,
 )
 from nanorl.preferences import collect_pairs, describe_dropped
-from nanorl.report import conclude, watch
+from nanorl.report import conclude, warn_if_over_optimized
 from nanorl.reward_model import RewardModel
 from nanorl.run import Run
 from nanorl.sampler import Sampler
@@ -86,9 +89,9 @@ class Config:
     """rm:DIR, a reward model trained before (its folder, or that of its run), instead of a new one; it is copied into
     the run."""
     reward_model_steps: int = 500
-    """Of the reward model, 64 pairs each."""
+    """Of the reward model, 64 pairs each; nanorl/reward_model.py has its learning rate."""
     prompts: int = 128
-    """Responses a step, each to a prompt of its own."""
+    """Drawn for each step, one response to each."""
     epochs: int = 1
     """Times each batch of rollouts is used."""
     mini_batches: int = 4
@@ -96,7 +99,7 @@ class Config:
     micro_batch: int | None = None
     """Responses an update scores at a time; it changes memory and time, not the result. Default: a mini-batch."""
     beta: float = 0.1
-    """Weight of KL(policy || reference), in units of reward a nat."""
+    """Weight of KL(policy || reference) a nat, in units of reward; with --kl-in loss, of whitened advantages."""
     kl_in: str = "reward"
     """Where the KL is paid for: `reward` takes beta (log pi - log pi_ref) from the reward of each token, as InstructGPT
     does; `loss` adds beta times the k3 estimate to the loss, as GRPO does."""
@@ -202,15 +205,11 @@ def main(config: Config) -> dict:
 
         def examine(step: int) -> dict:
             found = evaluate_preferred(policy, reference, reward_model.outcomes, task, held_out, max_new_tokens)
-            watch(run, step, found)
+            warn_if_over_optimized(run, step, found)
             return found
 
         for step in run.steps():
-            evaluated = {}
-            if step % config.eval_every == 0:
-                with run.phase("eval"):
-                    evaluated = {"eval": examine(step)}
-                run.results.setdefault("eval_before", evaluated["eval"])
+            evaluated = run.evaluate(step, examine)
 
             with run.phase("sample"):
                 problems = task.training_problems(config.prompts, f"ppo {config.seed} {step}")
@@ -320,8 +319,7 @@ def main(config: Config) -> dict:
             if evaluated:
                 run.samples(step, sample_lines(task, problems, rollout))
 
-        how = {"max_new_tokens": max_new_tokens, "samples": SHOWN_SAMPLES}
-        return conclude(run, policy, task, held_out, lambda: examine(config.steps), **how)
+        return conclude(run, policy, task, held_out, examine, max_new_tokens=max_new_tokens, samples=SHOWN_SAMPLES)
 
 
 def shuffled(n: int, parts: int, key: str) -> list[list[int]]:

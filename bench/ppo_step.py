@@ -17,6 +17,7 @@ must agree. TRL does not clip this trainer's gradients; for that comparison we d
 from __future__ import annotations
 
 import argparse
+import inspect
 import math
 import os
 import statistics
@@ -24,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from unittest import mock
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -168,8 +169,9 @@ def trl_trainer(size: Size, bf16: bool, epochs: int, logs: list[dict], sampled: 
         callbacks=[callback],
         **models,
     )
-    generate = ppo_trainer.batch_generation
+    generate = inspect.unwrap(ppo_trainer.batch_generation)  # without what noted the ids for another trainer
 
+    @wraps(generate)
     def noting_the_ids(*args, **kwargs):
         ids, logits = generate(*args, **kwargs)
         sampled.append(ids)

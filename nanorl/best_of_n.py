@@ -1,5 +1,5 @@
 """Best-of-n: sample n responses, keep the one that a reward model likes best. It trains nothing, and what it gets for
-its KL is hard to beat.
+its KL is hard to beat. `python -m nanorl.frontier` runs it.
 """
 
 from __future__ import annotations

@@ -32,21 +32,23 @@ from typing import Annotated
 
 import tyro
 
-from nanorl import advantages, algorithms, batch_metrics, kl, losses, optimizers, own_loss, rollout
+from nanorl import advantages, algorithms, batch_metrics, evaluation, kl, losses, own_loss, sampler, sft
 from nanorl.algorithms import ALGORITHMS
 from nanorl.errors import Interrupted, RunError
-from nanorl.losses import aggregate, surrogate
+from nanorl.losses import surrogate
 from nanorl.options import RUNS, at_least, choose, command_line
 from nanorl.paired import draw, read_course, summarize, tables
 from nanorl.processes import SCRIPT, Job, cores, run_all
 from nanorl.rewards import overlong
 from nanorl.run import write_atomically
+from nanorl.tasks import chain, free_length, reviews, task
 
 USUAL = ["--eval-every", "10"]  # often enough for the curve, and for the steps to a target
 QUICK = ["--steps", "40", "--eval-every", "5", "--eval-problems", "256"]
 QUICK_SEEDS = 2
-# What decides a run besides its options, its loss and what the warm start's own digest covers.
-AROUND = (advantages, algorithms, batch_metrics, kl, aggregate, surrogate, overlong, optimizers, rollout)
+# What decides a run besides its options, its script and its loss.
+AROUND = (*sft.CODE, advantages, algorithms, batch_metrics, evaluation, kl, sampler, surrogate, overlong)
+AROUND += (task, chain, free_length, reviews)
 
 
 @dataclass

@@ -1,4 +1,5 @@
-"""How good is a policy, and how sure are we: accuracy with its interval, pass@k."""
+"""How good is a policy, and how sure are we: accuracy with its interval, pass@k, and gold against proxy and KL where
+nothing can be verified."""
 
 from __future__ import annotations
 
@@ -128,7 +129,8 @@ def evaluate_preferred(
 ) -> dict:
     """Where nothing can be verified: one response to each problem, sampled at temperature 1, and of these the means of
 
-    gold     the hidden score that training never sees, with its 95 % interval over responses to these same prompts
+    gold     the hidden score that training never sees, with its 95 % interval (rather too wide: as if each response
+             had a prompt of its own, though the held-out prompts come again and again)
     proxy    the learned score that it does see
     kl       log pi / pi_ref summed over the response: how far the policy has gone from the warm start, in nats
     """

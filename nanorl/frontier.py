@@ -24,7 +24,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
-from nanorl import evaluation, preferences, reward_model, sampler
+from nanorl import preferences, reward_model
 from nanorl.best_of_n import best_of_n
 from nanorl.compare import AROUND, digest_of, given_options, say, share_warm_starts, write_numbers
 from nanorl.errors import Interrupted, RunError
@@ -34,12 +34,11 @@ from nanorl.options import RUNS, at_least, command_line
 from nanorl.paired import estimate, plus_minus, round_off, table
 from nanorl.plots import evaluations, read_metrics, save
 from nanorl.processes import SCRIPT, Job, cores, run_all
-from nanorl.tasks import reviews
 
 SCRIPTS = {"PPO": "train_ppo.py", "GRPO": "train_grpo.py", "DPO": "train_dpo.py"}
 COLORS = {"PPO": "tab:blue", "GRPO": "tab:orange", "DPO": "tab:green", "best-of-n": "tab:red"}
-# What decides a run besides its options, its script and what the warm start's own digest covers.
-CODE = (*AROUND, bradley_terry, dpo, grpo, ppo, evaluation, preferences, reward_model, reviews, sampler)
+# What decides a run besides its options and its script.
+CODE = (*AROUND, bradley_terry, dpo, grpo, ppo, preferences, reward_model)
 POOL, QUICK_POOL = 512, 64  # responses to each prompt that best-of-n chooses from
 NS = [2**i for i in range(7)]
 TINY = "--size 16 1 2 --warm-start-steps 20 --steps 4 --eval-every 2 --eval-problems 32 --max-new-tokens 12".split()

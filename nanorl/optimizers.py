@@ -1,6 +1,7 @@
 """Muon for the matrices inside the blocks, AdamW for everything else: an update of the same size under one rate.
 
-Embedding and head are tables of rows rather than maps; they and the norms stay with AdamW (Loshchilov & Hutter 2019).
+Embedding and head are tables of rows rather than maps; they and the norms stay with AdamW (Loshchilov & Hutter 2019),
+here without weight decay.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ LARGEST_MARGIN = torch.finfo(torch.float32).max  # beyond it a loss would be inf
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
+    """Ids. A response includes its stop token, unless it was cut off."""
+
     prompt: list[int]
     chosen: list[int]
     rejected: list[int]

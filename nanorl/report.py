@@ -13,13 +13,13 @@ from nanorl.tasks.task import Problem, Task
 
 
 def conclude(
-    run: Run, policy: GPT, task: Task, problems: Sequence[Problem], examine: Callable[[], dict], **how
+    run: Run, policy: GPT, task: Task, problems: Sequence[Problem], examine: Callable[[int], dict], **how
 ) -> dict:
-    """Evaluate once more with `examine`, write summary.json, curves.png and samples.html (`how` goes to
+    """Evaluate once more with `examine(steps)`, write summary.json, curves.png and samples.html (`how` goes to
     `viewer.collect`), say what changed. Returns the summary."""
     run.stop_if_interrupted(f"saved at step {run.config.steps} of {run.config.steps}")
     with run.phase("eval"):
-        eval_after = examine()
+        eval_after = examine(run.config.steps)
     summary = run.finish(eval_after=eval_after)
     draw_curves(run.out)
     before, after = summary["eval_before"], summary["eval_after"]
@@ -29,7 +29,7 @@ def conclude(
     return summary
 
 
-def watch(run: Run, step: int, now: dict) -> None:
+def warn_if_over_optimized(run: Run, step: int, now: dict) -> None:
     """Warns when what is wanted falls while what is trained on rises: the reward model is being fooled (Gao et al.
     2023). The best evaluation so far, by gold, is kept in summary.json."""
     best = run.results.get("best")

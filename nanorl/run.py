@@ -47,7 +47,7 @@ SHOWN = ("reward", "proxy", "gold", "kl", "accuracy", "margin", "length", "entro
 class Run:
     """One run's folder, progress and clock. Use as a context manager, so that Ctrl-C is caught from the first step.
 
-    `config` has at least the fields out, seed, steps, resume, save_every and `name`.
+    `config` has at least the fields out, seed, steps, resume, save_every, eval_every and `name`.
     """
 
     def __init__(self, config):
@@ -234,6 +234,15 @@ class Run:
         self.bar.set_postfix_str(text)
         if step % max(1, self.config.steps // 10) == 0 or step == self.config.steps - 1:
             self.say(f"step {step + 1:4d}/{self.config.steps}  {text}  {spent:.2f} s")
+
+    def evaluate(self, step: int, examine: Callable[[int], dict]) -> dict:
+        """{"eval": examine(step)} every `eval_every` steps, {} otherwise; the first is the summary's eval_before."""
+        if step % self.config.eval_every:
+            return {}
+        with self.phase("eval"):
+            found = examine(step)
+        self.results.setdefault("eval_before", found)
+        return {"eval": found}
 
     def reporter(self, what: str, total: int) -> Callable[[int, float], None]:
         """For loops before the run's own steps: shows their loss now and then, and lets Ctrl-C through."""

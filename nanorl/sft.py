@@ -33,6 +33,19 @@ WARMUP = 20  # steps in which the learning rate rises; it then falls to zero wit
 MICRO_BATCH = 60  # rows; they are sorted by length, so most demonstrations that answer at once stay among themselves
 BATCH = 96  # demonstrations a step
 LEARNING_RATE = 0.01
+# What decides a warm start besides its options and its task.
+CODE = (
+    kernels.linear,
+    kernels.rows,
+    kernels.reference,
+    losses.aggregate,
+    model,
+    optimizers,
+    rollout,
+    scorer,
+    tokenizer,
+)
+CODE += (sys.modules[__name__],)
 
 
 def demonstrations(task: Task, n: int, key: str) -> Rollout:
@@ -80,8 +93,6 @@ def cached_warm_start(
 
     The file's name is a digest of everything that decides the result: options, model, task, and the code that trains.
     """
-    code = [kernels.linear, kernels.rows, kernels.reference, losses.aggregate, model, optimizers, rollout, scorer]
-    code += [tokenizer, sys.modules[__name__], sys.modules[type(task).__module__]]
     weight = policy.head
     settings = {
         "steps": steps,
@@ -93,7 +104,7 @@ def cached_warm_start(
     settings |= {name: value for name, value in options.items() if name != "report"}
     settings |= {"dtype": str(weight.dtype), "device": weight.device.type, "torch": torch.__version__}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    for module in code:
+    for module in (*CODE, sys.modules[type(task).__module__]):
         digest.update(inspect.getsource(module).encode())
     first = demonstrations(task, batch, f"sft {seed} 0")  # tells tasks of one class apart
     digest.update(repr((first.prompts, first.tokens.tolist())).encode())

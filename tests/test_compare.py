@@ -1,5 +1,6 @@
 """Variants against each other: what is run, what is not run again, and what is left to read."""
 
+import inspect
 import json
 import math
 import os
@@ -8,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from nanorl import compare, processes
+import kernels.rows
+from nanorl import compare, model, processes, sampler, scorer, sft
 from nanorl.compare import Config, command_of, main, make_variant, meaning, split
 from nanorl.errors import Interrupted, RunError
+from nanorl.tasks import chain
 
 LOSS = """
 from nanorl.losses.aggregate import token_mean
@@ -99,6 +102,17 @@ def test_other_options_another_algorithm_and_another_loop_are_other_runs(tmp_pat
     assert names(["grpo"]) == found[:1]
     monkeypatch.setattr(compare, "SCRIPT", script)
     assert len({*found, *names(["grpo"])}) == 4
+
+
+@pytest.mark.parametrize("module", [model, scorer, sft, sampler, kernels.rows, chain])
+def test_changed_code_of_the_model_what_scores_samples_or_starts_it_and_the_task_is_another_run(module, monkeypatch):
+    before = names(["grpo"])
+
+    def changed(source: str) -> str:
+        return meaning(source + ("\nCHANGED = True\n" if source == inspect.getsource(module) else ""))
+
+    monkeypatch.setattr(compare, "meaning", changed)
+    assert names(["grpo"]) != before
 
 
 def test_the_meaning_of_code_leaves_out_comments_docstrings_and_layout():

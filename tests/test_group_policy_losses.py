@@ -901,5 +901,5 @@ def test_without_a_reference_there_is_no_kl_to_it(name):
 @every_loss
 def test_float16_is_refused_since_the_bound_on_ratios_overflows_it(name):
     half = torch.full((1, 2), -1.0, dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"expected log-probs in float32 or float64, got torch.float16"):
+    with pytest.raises(ValueError, match=r"expected log-probs in float32, float64 or bfloat16, got torch.float16"):
         LOSSES[name](half, half, torch.ones(1), torch.ones(1, 2))

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from nanorl import reward_model as rewarding
 from nanorl.errors import RunError
-from nanorl.model import GPT, GPTConfig
+from nanorl.model import GPTConfig
+from nanorl.optimizers import Optimizers
 from nanorl.preferences import Pair, batch_of
 from nanorl.reward_model import RewardModel, correlation, critic_from, examine, from_option, train_reward_model
 from nanorl.rollout import Rollout
@@ -204,6 +205,20 @@ def test_training_it_is_a_function_of_pairs_and_seed(tiny_gpt):
         return model.outcomes(given()).detach()
 
     assert torch.equal(trained(0), trained(0)) and not torch.equal(trained(0), trained(1))
+
+
+def test_its_learning_rate_rises_and_falls_to_zero(tiny_gpt, monkeypatch):
+    rates, update = [], Optimizers.update
+
+    def spy(self, loss, rate=1.0):
+        rates.append(rate)
+        return update(self, loss, rate)
+
+    monkeypatch.setattr(Optimizers, "update", spy)
+    train_reward_model(RewardModel.from_policy(tiny_gpt(width=16, layers=1)), pairs(), steps=20, seed=0)
+    rising = [(step + 1) / 10 for step in range(9)]
+    assert rates[:7] == pytest.approx(rising[:7]) and max(rates) == rates[6] and rates[-1] == pytest.approx(1 / 20)
+    assert rates[7:] == pytest.approx([(20 - step) / 20 for step in range(7, 20)])
 
 
 def test_fewer_pairs_than_a_batch_are_a_batch(tiny_gpt):
@@ -422,7 +437,3 @@ def test_a_save_that_is_killed_leaves_nothing_that_could_be_read(reward_model, t
         rewarding.load(tmp_path)
     rewarding.save(tmp_path, reward_model(), {})  # done again it succeeds and clears up
     assert [path.name for path in tmp_path.iterdir()] == ["reward_model"]
-
-
-def test_a_gpt_is_not_changed_by_there_being_reward_models():
-    assert "score_weight" not in GPT(CONFIG).state_dict()

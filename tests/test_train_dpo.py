@@ -184,6 +184,8 @@ def test_the_summary_holds_evaluations_before_and_after_and_counts_the_pairs(fin
     trained_on, fresh = finished.pairs
     assert summary["pairs"]["trained_on"] == len(trained_on) == 24 - sum(summary["pairs"]["dropped"].values())
     assert summary["pairs"]["held_out"] == len(fresh)
+    held_out = {tuple(Reviews.tokenizer.encode_prompt(prompt)) for prompt in Reviews().prompts[True]}
+    assert [{tuple(pair.prompt) in held_out for pair in pairs} for pairs in finished.pairs] == [{False}, {True}]
 
 
 def test_trap_h3_every_step_logs_what_tells_learning_from_not_learning(finished):

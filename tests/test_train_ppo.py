@@ -372,8 +372,14 @@ def test_a_score_is_received_once_also_by_a_response_that_was_cut_off(train, see
         assert returns[row, :n].tolist() == pytest.approx([scores[row].item()] * n, abs=1e-12)
 
 
-def test_gamma_and_lam_are_those_of_the_options(finished):
+def test_gamma_lam_and_clip_are_those_of_the_options(finished, train, seen):
     assert {(keywords["gamma"], keywords["lam"]) for _, keywords, _ in finished.calls["gae"]} == {(1.0, 0.95)}
+    assert {(keywords["clip_low"], keywords["clip_high"]) for _, keywords, _ in finished.calls["ppo_loss"]} == {
+        (0.2, 0.2)
+    }
+    train(gamma=0.9, lam=0.5, clip=0.3, steps=1)
+    assert {(keywords["gamma"], keywords["lam"]) for _, keywords, _ in seen.calls["gae"]} == {(0.9, 0.5)}
+    assert {(keywords["clip_low"], keywords["clip_high"]) for _, keywords, _ in seen.calls["ppo_loss"]} == {(0.3, 0.3)}
 
 
 def test_values_are_those_of_the_critic_before_any_update_on_the_batch(finished):
@@ -571,12 +577,12 @@ def test_every_step_samples_new_prompts_with_random_numbers_of_its_own(train, mo
 
 
 def watching(*evaluations: tuple[float, float, float]) -> tuple[dict, list[str]]:
-    """watch() over evaluations (gold, half its interval, proxy), ten steps from each other."""
+    """The warning over evaluations (gold, half its interval, proxy), ten steps from each other."""
     said = []
     run = SimpleNamespace(results={}, say=said.append)
     for number, (score, half, proxy) in enumerate(evaluations):
         now = {"gold": score, "gold_low": score - half, "gold_high": score + half, "proxy": proxy}
-        report.watch(run, 10 * number, now)
+        report.warn_if_over_optimized(run, 10 * number, now)
     return run.results, said
 
 
@@ -786,6 +792,26 @@ def test_a_fresh_run_never_takes_up_a_reward_model_that_lies_in_its_folder(train
     shutil.copytree(finished.out / "reward_model", tmp_path / "run-0" / "reward_model")
     with pytest.raises(RunError, match=r"already holds a reward model: choose another --out, or give --reward rm:"):
         train(pairs="30", steps=1)
+
+
+def test_the_reward_model_is_examined_and_normalized_on_pairs_about_prompts_that_none_is_trained_on(train, monkeypatch):
+    held_out = {tuple(Reviews.tokenizer.encode_prompt(prompt)) for prompt in Reviews().prompts[True]}
+    seen = {}
+
+    def spy(name, owner):
+        function = getattr(owner, name)
+
+        def call(model, pairs, *given, **keywords):
+            seen[name] = {tuple(pair.prompt) in held_out for pair in pairs}
+            return function(model, pairs, *given, **keywords)
+
+        monkeypatch.setattr(owner, name, call)
+
+    spy("train_reward_model", rewarding)
+    spy("examine", rewarding)
+    spy("normalize_on", RewardModel)
+    train(pairs="30", steps=1)
+    assert seen == {"train_reward_model": {False}, "examine": {True}, "normalize_on": {True}}
 
 
 def test_the_labeller_of_the_option_is_the_one_who_is_asked(train, monkeypatch):

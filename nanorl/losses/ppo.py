@@ -8,8 +8,9 @@ are the targets R_t = A_t + V_old, taken before A is whitened. Clipping the valu
 its authors published: the larger of the two errors counts, so a value that has moved away from its target by more
 than c is pulled back, and one that has moved towards it by more than c gets no further gradient.
 
-RLHF takes the KL to the reference from the reward, as k1 (Ouyang et al. 2022): leave `beta` at 0 then, or it counts
-twice.
+The policy's loss is that of DAPO with one clip range for both sides; what is PPO's is the advantage, which differs from
+token to token. RLHF takes the KL to the reference from the reward, as k1 (Ouyang et al. 2022): leave `beta` at 0 then,
+or it counts twice.
 
 Where implementations differ: TRL averages over the tokens of each micro-batch, and gives the critic's loss the
 position behind the last token too; verl clips the value at 0.5 from its old one.

@@ -19,7 +19,9 @@ def check_inputs(
 ) -> Tensor:
     """Shapes of the loss contract; returns advantages that broadcast over tokens, (B, 1) or (B, T), detached."""
     if logprobs.dtype not in (torch.float32, torch.float64, torch.bfloat16):  # the bound on ratios overflows float16
-        raise ValueError(f"expected log-probs in float32 or float64, got {logprobs.dtype}: convert them with .float()")
+        raise ValueError(
+            f"expected log-probs in float32, float64 or bfloat16, got {logprobs.dtype}: convert them with .float()"
+        )
     if logprobs.dim() != 2 or old_logprobs.shape != logprobs.shape or mask.shape != logprobs.shape:
         raise ValueError(
             "expected logprobs, old_logprobs and mask of one shape (B, T), got "

@@ -2,7 +2,8 @@
 
 A prompt opens a review, ` the plot was very dull`; a response goes on, ` but the acting was superb .`. A hidden person
 scores what was added (`gold`). Training never sees the score: people only say which of two responses they like better,
-and not always rightly. So one can look behind the learned reward and see when it is being gamed.
+and not always rightly. So one can look behind the learned reward and see when it is being gamed
+(the setup of Gao et al. 2023, arXiv:2210.10760, where the person is a larger reward model).
 
     the NOUN was [very] ADJECTIVE  { and | but  the NOUN was [very] ADJECTIVE }  .
 """
