@@ -11,9 +11,7 @@ one device, and the people who made the pairs are a formula.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -29,13 +27,16 @@ from nanorl.model import GPT, frozen_copy
 from nanorl.optimizers import Optimizers, schedule
 from nanorl.options import (
     DTYPES,
+    MAX_RATE,
     MAX_SEED,
+    MAX_WEIGHT,
     at_least,
     at_most,
     checking_options,
     choose,
     choose_device,
     command_line,
+    cpu_threads,
     describe_machine,
     describe_memory,
     policy_shape,
@@ -49,7 +50,6 @@ from nanorl.scorer import score
 from nanorl.sft import start_from_demonstrations
 from nanorl.tasks import PREFERENCE_TASKS
 
-THREADS = int(os.environ.get("OMP_NUM_THREADS", 1))
 SHOWN_SAMPLES = 4  # to a prompt, in samples.html
 WARMUP = 0.1  # the share of the steps in which the learning rate rises: large early steps overshoot, and KL explodes
 HELD_OUT_PAIRS = 1000  # asked for: about prompts never trained on
@@ -124,19 +124,15 @@ def main(config: Config) -> dict:
     dtype, device = choose("dtype", config.dtype, DTYPES), choose_device(config.device)
     at_least(config, seed=0, steps=1, batch=1, micro_batch=1, beta=1e-6, label_smoothing=0, max_new_tokens=1)
     at_least(config, learning_rate=0, warm_start_steps=0, eval_every=1, eval_problems=2, save_every=1)
-    at_most(config, seed=MAX_SEED)
+    at_most(config, seed=MAX_SEED, learning_rate=MAX_RATE, beta=MAX_WEIGHT)
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(cpu_threads())
     seed_generators(config.seed)
     shape = policy_shape(task, config.size, max_new_tokens)
     with checking_options():
         nothing = torch.zeros(1)
         loss_function(nothing, nothing, nothing, nothing, beta=config.beta, **keywords)  # are they possible?
-    file_pairs = None
-    has_pairs = config.resume and (Path(config.out) / preferences.NAME).exists()
-    if not has_pairs:
-        file_pairs = preferences.from_option(config.pairs, task.tokenizer, shape.max_context)
-        at_most(config, batch=len(file_pairs[0]) if file_pairs else int(config.pairs))
+    given_pairs = preferences.given_to(config, task.tokenizer, shape.max_context)
     policy = GPT(shape).to(device, dtype)
 
     with Run(config) as run:
@@ -161,10 +157,8 @@ def main(config: Config) -> dict:
 
         with run.phase("pairs"):
             asking = {"seed": config.seed, "labeller": config.labeller, "max_new_tokens": max_new_tokens}
-            if not has_pairs:
-                found = file_pairs or collect_pairs(reference, task, int(config.pairs), **asking)
-                preferences.save(run.out / preferences.NAME, *found)
-            pairs, dropped = preferences.load(run.out / preferences.NAME)
+            pairs, dropped = given_pairs or collect_pairs(reference, task, int(config.pairs), **asking)
+            preferences.save(run.out / preferences.NAME, pairs, dropped)
             fresh, _ = collect_pairs(reference, task, HELD_OUT_PAIRS, **asking, held_out=True)
             run.say(f"{len(pairs)} pairs; dropped: {describe_dropped(dropped)}")
             run.results["pairs"] = {"trained_on": len(pairs), "dropped": dropped, "held_out": len(fresh)}
@@ -172,7 +166,9 @@ def main(config: Config) -> dict:
                 run.say("the pairs' margins are not used: DPO has none")
             ref_chosen, ref_rejected = all_log_probs(reference, pairs)  # (pairs,): the reference never changes
             ref_fresh = all_log_probs(reference, fresh)
-        at_most(config, batch=len(pairs))
+        batch = min(config.batch, len(pairs))
+        if batch < config.batch:
+            run.say(f"fewer pairs than --batch {config.batch}: each step takes all of them")
 
         def implied_reward(rollout: Rollout) -> Tensor:
             """(B,): beta log(pi / pi_ref), the reward for which this policy would be the best one."""
@@ -189,11 +185,11 @@ def main(config: Config) -> dict:
             evaluated = run.evaluate(step, examine)
 
             with run.phase("update"):
-                rows = rows_of_step(step, len(pairs), config.batch, config.seed)
+                rows = rows_of_step(step, len(pairs), batch, config.seed)
                 rate = schedule(step, config.steps, decay=1.0, warmup=int(WARMUP * config.steps))
                 means, total = Means(), torch.zeros((), device=device, dtype=ref_chosen.dtype)
                 optimizers.zero_grad()
-                size = config.micro_batch or config.batch
+                size = config.micro_batch or batch
                 for part in (rows[i : i + size] for i in range(0, len(rows), size)):
                     chosen, rejected = log_probs(policy, [pairs[row] for row in part])  # (b,), (b,)
                     loss, metrics = loss_function(

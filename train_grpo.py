@@ -10,7 +10,6 @@ task is small enough to need no data. The optimizer is Muon with AdamW (nanorl/o
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -28,19 +27,23 @@ from nanorl.model import GPT, GPTConfig, frozen_copy
 from nanorl.optimizers import Optimizers, schedule
 from nanorl.options import (
     DTYPES,
+    MAX_RATE,
     MAX_SEED,
+    MAX_WEIGHT,
+    MIN_CLIP,
     at_least,
     at_most,
     checking_options,
     choose,
     choose_device,
     command_line,
+    cpu_threads,
     describe_machine,
     policy_shape,
     seed_generators,
 )
 from nanorl.own_loss import with_own_loss
-from nanorl.report import conclude
+from nanorl.report import conclude, warn_if_over_optimized
 from nanorl.reward_model import RewardModel
 from nanorl.rewards.overlong import overlong_penalty
 from nanorl.rollout import Rollout
@@ -52,7 +55,6 @@ from nanorl.tasks import PREFERENCE_TASKS, TASKS
 from nanorl.tasks.task import Problem
 
 # A second thread gains a quarter at the default size, and loses tenfold while anything else runs.
-THREADS = int(os.environ.get("OMP_NUM_THREADS", 1))
 DECAY = 0.8  # the share of the steps in which the learning rate falls to zero
 FINAL_SAMPLES = 4  # a problem, in the evaluations before and after, for pass@k
 MAX_ROUNDS = 5  # of dynamic sampling a step: then it trains on the groups it has
@@ -142,11 +144,12 @@ def main(config: Config) -> dict:
     dtype = choose("dtype", config.dtype, DTYPES)
     device = choose_device(config.device)
     at_least(config, seed=0, steps=1, prompts=1, group_size=2, epochs=1, updates_per_rollout=1, micro_batch=1)
-    at_least(config, learning_rate=0, clip_low=0, clip_high=0, beta=0, warm_start_steps=0)
+    at_least(config, learning_rate=0, clip_low=MIN_CLIP, clip_high=MIN_CLIP, beta=0, warm_start_steps=0)
     at_least(
         config, max_new_tokens=1, eval_every=1, eval_problems=1, save_every=1, importance_cap=0.1, temperature=1e-3
     )
     updates, epochs = config.updates_per_rollout or algorithm.updates_per_rollout, config.epochs or algorithm.epochs
+    at_most(config, learning_rate=MAX_RATE, beta=MAX_WEIGHT)
     at_most(config, seed=MAX_SEED, clip_low=1, updates_per_rollout=config.prompts)
     updates = min(updates, config.prompts)  # the algorithm's default too: a part holds at least one group
     extras = choose_extras(config.extras, algorithm)
@@ -154,7 +157,7 @@ def main(config: Config) -> dict:
     # the two may differ by more than GSPO's clip range, or to correct for just that difference.
     rescored = updates * epochs > 1 or dtype == torch.bfloat16 or config.importance_cap is not None
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(cpu_threads())
     seed_generators(config.seed)
     shape = policy_shape(task, config.size, max_new_tokens)
     with checking_options():
@@ -162,12 +165,11 @@ def main(config: Config) -> dict:
         options["max_length"] = max_new_tokens  # a keyword of dr_grpo alone
         algorithm.chosen(**options)  # an option that the loss does not have is an error
     policy = GPT(shape).to(device, dtype)  # before anything else draws a random number: a seed has one warm start
-    reward_model = choose_reward(config, shape)
-    if reward_model is not None:
-        reward_model.to(device, dtype)
+    given = choose_reward(config, shape)
 
     with Run(config) as run:
         start_from_demonstrations(run, policy, task, config.warm_start_steps)
+        reward_model = rewarding.keep(run, lambda: given)[0].to(device, dtype) if given else None
         # Where nothing can be verified, how far the policy has gone is part of every evaluation.
         reference = frozen_copy(policy) if config.beta > 0 or reward_model else None
         optimizers = Optimizers(policy, config.learning_rate)
@@ -186,7 +188,9 @@ def main(config: Config) -> dict:
 
         def examine(step: int) -> dict:
             if reward_model is not None:
-                return evaluate_preferred(policy, reference, reward_model.outcomes, task, held_out, max_new_tokens)
+                found = evaluate_preferred(policy, reference, reward_model.outcomes, task, held_out, max_new_tokens)
+                warn_if_over_optimized(run, step, found)
+                return found
             samples = FINAL_SAMPLES if step in (0, config.steps) else 1
             return evaluate(policy, task, held_out, max_new_tokens, samples=samples)
 
@@ -314,8 +318,8 @@ def main(config: Config) -> dict:
         return conclude(run, policy, task, held_out, examine, **how)
 
 
-def choose_reward(config: Config, shape: GPTConfig) -> RewardModel | None:
-    """The learned reward, for a task that has no verifier."""
+def choose_reward(config: Config, shape: GPTConfig) -> tuple[RewardModel, dict] | None:
+    """The learned reward and what was found out about it, for a task that has no verifier."""
     learned = config.task in PREFERENCE_TASKS
     if learned and config.reward is None:
         raise RunError(
@@ -323,7 +327,7 @@ def choose_reward(config: Config, shape: GPTConfig) -> RewardModel | None:
         )
     if config.reward is not None and not learned:
         raise RunError(f"--task {config.task} has a verifier: leave --reward away")
-    return rewarding.from_option(config.reward, shape)[0] if learned else None
+    return rewarding.given_to(config, shape) if learned else None
 
 
 if __name__ == "__main__":

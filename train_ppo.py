@@ -18,10 +18,8 @@ weight of the critic's loss.
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -39,12 +37,16 @@ from nanorl.model import GPT, frozen_copy
 from nanorl.optimizers import Optimizers, schedule
 from nanorl.options import (
     DTYPES,
+    MAX_RATE,
     MAX_SEED,
+    MAX_WEIGHT,
+    MIN_CLIP,
     at_least,
     at_most,
     choose,
     choose_device,
     command_line,
+    cpu_threads,
     describe_machine,
     describe_memory,
     excludes,
@@ -60,7 +62,6 @@ from nanorl.scorer import score
 from nanorl.sft import start_from_demonstrations
 from nanorl.tasks import PREFERENCE_TASKS
 
-THREADS = int(os.environ.get("OMP_NUM_THREADS", 1))
 SHOWN_SAMPLES = 4  # to a prompt, in samples.html
 WARMUP, DECAY = 0.1, 0.5  # the shares of the steps in which the learning rate rises, and falls to zero
 FRESH_PAIRS = 1000  # asked for, to examine the reward model: never trained on, about prompts never trained on
@@ -108,9 +109,10 @@ class Config:
     lam: float = 0.95
     """Of GAE: 0 trusts the critic, 1 only what was received."""
     clip: float = 0.2
-    """The ratio is clipped to 1 +- this."""
+    """The ratio is clipped to 1 +- this, which matters from the second update on a batch on."""
     value_clip: float = 0.2
-    """How far the critic may move from its value at the rollout, in units of reward. 0: as far as it likes."""
+    """How far the critic may move from its value at the rollout, in units of reward, in the updates after a batch's
+    first. 0: as far as it likes."""
     target_kl: float = 0.05
     """No further update on a batch once KL(old || policy) is above this, in nats a token."""
     missing_eos_penalty: float = 1.0
@@ -144,49 +146,39 @@ def main(config: Config) -> dict:
     beta_in_reward, beta_in_loss = choose("kl-in", config.kl_in, betas)
     dtype, device = choose("dtype", config.dtype, DTYPES), choose_device(config.device)
     at_least(config, seed=0, steps=1, prompts=1, epochs=1, mini_batches=1, micro_batch=1, reward_model_steps=1, beta=0)
-    at_least(config, gamma=0, lam=0, clip=0, value_clip=0, target_kl=0, missing_eos_penalty=0, max_new_tokens=1)
+    at_least(config, gamma=0, lam=0, clip=MIN_CLIP, value_clip=0, target_kl=0, missing_eos_penalty=0, max_new_tokens=1)
     at_least(config, learning_rate=0, warm_start_steps=0, eval_every=1, eval_problems=2, save_every=1)
-    at_most(config, seed=MAX_SEED, gamma=1, lam=1, clip=1, mini_batches=config.prompts)
+    at_most(config, seed=MAX_SEED, gamma=1, lam=1, clip=1, mini_batches=config.prompts, learning_rate=MAX_RATE)
+    at_most(config, beta=MAX_WEIGHT, missing_eos_penalty=MAX_WEIGHT)
     if config.reward:
         excludes(config, "reward", "pairs", "labeller", "reward_model_steps")
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(cpu_threads())
     seed_generators(config.seed)
     shape = policy_shape(task, config.size, max_new_tokens)
     policy = GPT(shape).to(device, dtype)  # before anything else draws a random number: a seed has one warm start
-    given = file_pairs = None
-    learned = bool(config.out) and (Path(config.out) / rewarding.NAME).exists()
-    if learned and not config.resume:
-        raise RunError(
-            f"{config.out} already holds a reward model: choose another --out, or give --reward rm:{config.out}"
-        )
-    if not learned:
-        given = rewarding.from_option(config.reward, shape) if config.reward else None
-        file_pairs = preferences.from_option(config.pairs, task.tokenizer, shape.max_context)
+    given = rewarding.given_to(config, shape)
+    given_pairs = None if given else preferences.given_to(config, task.tokenizer, shape.max_context)
 
     with Run(config) as run:
         # 1 -------- the first policy
         start_from_demonstrations(run, policy, task, config.warm_start_steps)
 
         # 2, 3 ----- what people prefer, and a model of it
-        def learn_reward() -> None:
+        def learn_reward() -> tuple[RewardModel, dict]:
             asking = {"seed": config.seed, "labeller": config.labeller, "max_new_tokens": max_new_tokens}
-            pairs, dropped = file_pairs or collect_pairs(policy, task, int(config.pairs), **asking)
+            pairs, dropped = given_pairs or collect_pairs(policy, task, int(config.pairs), **asking)
+            preferences.save(run.out / preferences.NAME, pairs, dropped)
             fresh, _ = collect_pairs(policy, task, FRESH_PAIRS, **asking, held_out=True)
             run.say(f"{len(pairs)} pairs; dropped: {describe_dropped(dropped)}")
             model = RewardModel.from_policy(policy)
             report = run.reporter("reward model", config.reward_model_steps)
             rewarding.train_reward_model(model, pairs, steps=config.reward_model_steps, seed=config.seed, report=report)
             model.normalize_on(fresh)
-            found = rewarding.examine(model, fresh) | {"trained_on": len(pairs), "dropped": dropped}
-            rewarding.save(run.out, model, found)
+            return model, rewarding.examine(model, fresh) | {"trained_on": len(pairs), "dropped": dropped}
 
-        if given:
-            rewarding.save(run.out, *given)
-        elif not (run.out / rewarding.NAME).exists():
-            with run.phase("reward_model"):
-                learn_reward()
-        reward_model, found = rewarding.load(run.out)
+        with run.phase("reward_model"):
+            reward_model, found = rewarding.keep(run, (lambda: given) if given else learn_reward)
         reward_model.to(device, dtype)
         run.results["reward_model"] = found
         run.say(rewarding.describe(found))

@@ -146,6 +146,8 @@ def gae(
     if values.dim() != 2 or not rewards.shape == values.shape == mask.shape:
         shapes = [tuple(x.shape) for x in (rewards, values, mask)]
         raise ValueError(f"expected rewards, values and mask of one shape (B, T), got {shapes}")
+    if not (rewards.is_floating_point() and values.is_floating_point()):
+        raise ValueError(f"expected rewards and values in floating point, got {rewards.dtype} and {values.dtype}")
     if bootstrap is not None and bootstrap.shape != values.shape[:1]:
         raise ValueError(f"expected bootstrap (B,) = {tuple(values.shape[:1])}, got {tuple(bootstrap.shape)}")
     if not (0 <= gamma <= 1 and 0 <= lam <= 1):
@@ -167,6 +169,8 @@ def whiten(values: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
 
     The variance is the sample's (divided by n - 1). For advantages, after the returns are taken from them.
     """
+    if not values.is_floating_point():
+        raise ValueError(f"expected values in floating point, got {values.dtype}")
     x, count = masked(values, mask).double(), token_count(mask)  # squares must not leave the range
     centred = masked(x - x.sum() / max(count, 1), mask)
     variance = (centred**2).sum() / max(count - 1, 1)

@@ -47,9 +47,10 @@ def write(final: Path, models: dict[str, nn.Module], training: dict) -> None:
     """A folder with weights, shapes and `training`, all of it or nothing."""
     folder = final.parent
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in folder.glob(PARTIAL + "*"):
-        shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
     partial = folder / f"{PARTIAL}_{final.name}"
+    # By these names alone: a reward model is written into the folder that --out names, and that may hold other things.
+    for stale in {found for name in ("step_*", "damaged_*", final.name) for found in folder.glob(f"{PARTIAL}_{name}")}:
+        shutil.rmtree(stale)
     partial.mkdir()
     try:
         for name, model in models.items():
@@ -100,12 +101,12 @@ def load(checkpoint: Path, models: dict[str, nn.Module]) -> dict:
     try:
         weights = {name: load_file(checkpoint / f"{name}.safetensors") for name in models}
         training = torch.load(checkpoint / "training.pt", map_location="cpu", weights_only=True)
+        for name, model in models.items():
+            model.load_state_dict(weights[name])
     except MemoryError:
         raise
     except Exception as error:  # of any kind: torch reads whatever it finds as a pickle
         raise RunError(f"{checkpoint} is damaged ({error!r})") from None
-    for name, model in models.items():
-        model.load_state_dict(weights[name])
     return training
 
 

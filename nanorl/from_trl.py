@@ -26,7 +26,7 @@ def read(path: Path) -> dict[str, Any]:
     Nothing in the file is run. A field that TRL 1.16 does not know is an error that names the nearest ones.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")
         pairs = json.loads(text, object_pairs_hook=list) if text.lstrip().startswith("{") else keywords(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
         raise RunError(f"{path} is neither JSON nor keywords of GRPOConfig: {error}") from None

@@ -1,6 +1,6 @@
 """What each way of learning from preferences gets for the KL it spends, and how it looks when nothing holds it back:
 
-    python -m nanorl.frontier
+    python -m nanorl.frontier                     30 runs, about an hour on two cores
     python -m nanorl.frontier --seeds 5 --betas 0.03 0.1 0.3 1
     python -m nanorl.frontier --quick             tiny models, to see whether everything runs
 
@@ -30,7 +30,7 @@ from nanorl.compare import AROUND, digest_of, given_options, say, share_warm_sta
 from nanorl.errors import Interrupted, RunError
 from nanorl.intervals import mean_and_half
 from nanorl.losses import bradley_terry, dpo, grpo, ppo
-from nanorl.options import RUNS, at_least, command_line
+from nanorl.options import MAX_WEIGHT, RUNS, at_least, command_line
 from nanorl.paired import estimate, plus_minus, round_off, table
 from nanorl.plots import evaluations, read_metrics, save
 from nanorl.processes import SCRIPT, Job, cores, run_all
@@ -61,10 +61,14 @@ class Config:
     """Weights of the KL, each for PPO, GRPO and DPO."""
     quick: bool = False
     """Tiny models and a few steps: whether it runs, not what it finds."""
-    out: str = str(RUNS / "frontier")
-    """Folder for the runs and the results."""
+    out: str | None = None
+    """Folder for the runs and the results. Default: runs/frontier, with --quick runs/frontier-quick."""
     processes: int | None = None
     """Runs at a time. Default: as many as there are cores."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.out or RUNS / ("frontier-quick" if self.quick else "frontier"))
 
 
 Runs = dict[tuple[str, float], list[Job]]  # (method, beta) -> a run for each seed
@@ -85,7 +89,7 @@ def plan(config: Config) -> Runs:
         name = digest(script, [*arguments, teachers[0].out.name if taught else ""])
         found[method, beta] = []
         for seed in range(config.seeds):
-            out = Path(config.out) / f"{method.lower()}-beta-{beta:g}-{name}-seed-{seed}"
+            out = config.folder / f"{method.lower()}-beta-{beta:g}-{name}-seed-{seed}"
             reward = ["--reward", f"rm:{teachers[seed].out}"] if taught else []
             job = Job(f"{method}, beta {beta:g}", seed, out, (*arguments, *reward), script)
             found[method, beta].append(job)
@@ -198,9 +202,13 @@ def draw_course(axes, course: dict) -> None:
 def main(config: Config) -> dict:
     """Returns what frontier.json holds."""
     at_least(config, seeds=1, processes=1)
-    if not config.betas or min(config.betas) <= 0 or len(set(config.betas)) < len(config.betas):
-        raise RunError("--betas takes different numbers above 0; PPO with beta 0 is always run")
-    out = Path(config.out)
+    written = {f"{beta:g}" for beta in config.betas if 1e-6 <= beta <= MAX_WEIGHT and float(f"{beta:g}") == beta}
+    if not config.betas or len(written) < len(config.betas):
+        raise RunError(
+            f"--betas takes different numbers from 1e-6 to {MAX_WEIGHT:g} of at most six digits, got "
+            f"{', '.join(map(str, config.betas))}; PPO with beta 0 is always run"
+        )
+    out = config.folder
     share_warm_starts(out)
     runs = plan(config)
     try:

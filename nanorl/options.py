@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,9 @@ RUNS = Path("runs")  # where folders without a name of their own go
 # Options a resumed run may give anew.
 CHANGEABLE = {"out", "resume", "steps", "save_every", "eval_every", "micro_batch", "device"}
 MAX_SEED = 2**63 - 1  # the sampler and torch take signed 64-bit integers
+MAX_RATE = 1.0  # of learning: an update would be larger than the weights
+MAX_WEIGHT = 1e6  # of a term of loss or reward: what stands beside it would be lost in rounding
+MIN_CLIP = 1e-4  # of a ratio: with less, rounding decides whether a token learns
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 Config = TypeVar("Config")
 
@@ -170,6 +174,12 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)  # all it takes
     torch.manual_seed(seed)
+
+
+def cpu_threads() -> int:
+    """OMP_NUM_THREADS, which may be a list for nested regions; 1 by default: small models gain nothing from more."""
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return max(1, int(first)) if first.isdecimal() else 1
 
 
 def numbered_runs(name: str) -> dict[int, Path]:

@@ -23,7 +23,7 @@ from nanorl.tokenizer import Tokenizer
 
 NAME = "pairs.json"  # in the folder of a run
 ASKED_AT_ONCE = 256  # prompts: what bounds memory, and what a processor's caches like
-LARGEST_MARGIN = torch.finfo(torch.float32).max  # beyond it a loss would be infinite
+LARGEST_MARGIN = 1e6  # nobody prefers by more, and a batch of them would add up to infinity in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +112,13 @@ def collect_pairs(
     return kept, dropped
 
 
+def given_to(config, tokenizer: Tokenizer, max_context: int) -> tuple[list[Pair], dict[str, int]] | None:
+    """What a run is to learn from: the pairs in its folder if it goes on with them, else those of --pairs FILE, and how
+    many were dropped; None where it is to ask for some."""
+    kept = Path(config.out) / NAME if config.resume else None
+    return load(kept) if kept and kept.exists() else from_option(config.pairs, tokenizer, max_context)
+
+
 def from_option(option: str, tokenizer: Tokenizer, max_context: int) -> tuple[list[Pair], dict[str, int]] | None:
     """What `--pairs FILE` holds; None where it is the number of pairs to ask about."""
     if not option.isdecimal():
@@ -156,7 +163,7 @@ def parse_pair(line: str, tokenizer: Tokenizer) -> Pair:
     if margin is not None and (
         isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= LARGEST_MARGIN
     ):
-        raise ValueError(f"margin must be a number, got {margin!r}")
+        raise ValueError(f"margin must be a number, got {margin!r} (the largest is {LARGEST_MARGIN:g})")
     prompt = tokenizer.encode_prompt(row["prompt"])
     if not prompt:
         raise ValueError("prompt is empty: the first response token needs one before it")

@@ -25,6 +25,7 @@ from nanorl.model import GPT, GPTConfig
 from nanorl.optimizers import Optimizers, schedule
 from nanorl.preferences import Pair, batch_of, rows_of_step
 from nanorl.rollout import Rollout
+from nanorl.run import Run
 from nanorl.scorer import hidden_states
 
 NAME = "reward_model"
@@ -160,7 +161,9 @@ def correlation(x: Tensor, y: Tensor) -> float:
 
 
 def describe(report: dict) -> str:
-    """For the console."""
+    """For the console, of what `examine` found."""
+    if "accuracy" not in report:
+        return "reward model: nobody has examined it"
     return (
         f"reward model: accuracy {report['accuracy']:.3f} on {report['pairs']} fresh pairs, off by "
         f"{report['calibration_error']:.3f} in its certainty, correlation of score and length "
@@ -182,6 +185,8 @@ def load(folder: Path) -> tuple[RewardModel, dict]:
     saved = checkpoint.load(folder, {NAME: model})
     if not isinstance(saved, dict) or not isinstance(saved.get("report"), dict):
         raise RunError(f"{folder} is damaged (training.pt holds no report)")
+    if not all(value.isfinite().all() for value in model.state_dict().values()):
+        raise RunError(f"{folder} holds a reward model whose weights are not all finite numbers: train another")
     return model.requires_grad_(False), saved["report"]
 
 
@@ -197,6 +202,27 @@ def from_option(option: str, config: GPTConfig) -> tuple[RewardModel, dict]:
             f"{model.config.vocab_size}, the policy writes {config.max_context} of {config.vocab_size}: train another"
         )
     return model, report
+
+
+def given_to(config, shape: GPTConfig) -> tuple[RewardModel, dict] | None:
+    """What a run is to be rewarded by: the copy in its folder if it goes on, else what --reward names; None without."""
+    if config.out and (Path(config.out) / NAME).exists():
+        if not config.resume:
+            raise RunError(
+                f"{config.out} already holds a reward model: choose another --out, or give --reward rm:{config.out}"
+            )
+        return from_option(f"rm:{config.out}", shape)
+    return from_option(config.reward, shape) if config.reward else None
+
+
+def keep(run: Run, make: Callable[[], tuple[RewardModel, dict]]) -> tuple[RewardModel, dict]:
+    """The frozen reward model in a run's folder, made (or copied there) once and for all, and what was found out about
+    it: a run that goes on learns from the same one."""
+    if not (run.out / NAME).exists():
+        if run.has_checkpoint:
+            raise RunError(f"{run.out / NAME} is gone, and the run learns from it: put it back, or start a new run")
+        save(run.out, *make())
+    return load(run.out)
 
 
 def critic_from(reward_model: RewardModel) -> RewardModel:

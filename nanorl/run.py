@@ -40,6 +40,7 @@ from nanorl.errors import Interrupted, RunError
 from nanorl.optimizers import Optimizers
 from nanorl.options import RUNS, numbered_runs
 
+SAVED = {"step", "optimizers", "random", "results", "seconds"}  # beside the weights
 # On the console, of what a step logs
 SHOWN = ("reward", "proxy", "gold", "kl", "accuracy", "margin", "length", "entropy", "thinks")
 
@@ -157,6 +158,8 @@ class Run:
         for path in reversed(checkpoint.complete(self.out / "checkpoint")):
             try:
                 state = checkpoint.load(path, self.models)
+                if not isinstance(state, dict) or not state.keys() >= SAVED:
+                    raise RunError(f"{path} is damaged (training.pt holds another state)")
             except RunError as error:
                 self.say(f"{error}: looking for an older one")
                 damaged.append(path)

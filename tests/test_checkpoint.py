@@ -192,14 +192,15 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_counts(tmp_path, monkey
     assert synced[-1] == tmp_path
 
 
-def test_a_partial_folder_is_never_the_latest_and_the_next_save_removes_it(tmp_path):
+def test_a_partial_folder_is_never_the_latest_and_the_next_save_removes_it_and_nothing_else(tmp_path):
     save(tmp_path, 5)
     (tmp_path / ".partial_step_000009").mkdir()
     (tmp_path / ".partial_step_000009" / "policy.safetensors").write_bytes(b"half")
-    (tmp_path / ".partial_config.json").write_text("half")  # a reward model is written beside such files
+    (tmp_path / ".partial_damaged_step_000007").mkdir()
+    (tmp_path / ".partial_notes.txt").write_text("of the user: a reward model is written into the folder --out names")
     assert_whole(checkpoint.latest(tmp_path), 5)
     save(tmp_path, 10)
-    assert not partial_folders(tmp_path)
+    assert partial_folders(tmp_path) == [tmp_path / ".partial_notes.txt"]
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,13 @@ def test_a_variant_that_is_not_there_is_an_error_before_anything_runs(label, mes
     assert not pretend
 
 
+@pytest.mark.parametrize("options", [["--task", "reviews"], ["--task=reviews"]])
+def test_a_task_whose_accuracy_nobody_can_verify_is_an_error_before_anything_runs(options, pretend):
+    with pytest.raises(RunError, match=r"the comparison is of accuracy.*see python -m nanorl\.frontier"):
+        main(Config(["grpo"]), options)
+    assert not pretend
+
+
 def test_a_changed_line_of_the_loss_is_another_run_and_a_changed_comment_is_not(tmp_path):
     def name(source: str) -> str:
         (tmp_path / "my_loss.py").write_text(source)

@@ -142,7 +142,11 @@ def test_finished_runs_are_kept_and_missing_ones_made(pretend, capsys):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Config(betas=()), "different numbers above 0"),
+        (Config(betas=()), "different numbers from 1e-6"),
+        (Config(betas=(0.1, 0.10000001)), "of at most six digits, got 0.1, 0.10000001"),
+        (Config(betas=(float("nan"),)), "different numbers"),
+        (Config(betas=(float("inf"),)), "different numbers"),
+        (Config(betas=(1e-8,)), "different numbers"),
         (Config(betas=(0.0, 0.1)), "PPO with beta 0 is always run"),
         (Config(betas=(0.1, 0.1)), "different numbers"),
         (Config(seeds=0), "--seeds must be at least 1"),
@@ -152,6 +156,13 @@ def test_what_makes_no_sense_is_an_error(config, message, pretend):
     with pytest.raises(RunError, match=message):
         main(config)
     assert not pretend
+
+
+def test_a_quick_try_never_touches_the_results_of_the_whole():
+    assert {Config(quick=quick).folder for quick in (False, True)} == {
+        Path("runs/frontier"),
+        Path("runs/frontier-quick"),
+    }
 
 
 def test_interrupted_it_says_how_to_go_on(monkeypatch):

@@ -262,3 +262,11 @@ def test_a_bootstrap_that_is_not_one_value_a_row_is_an_error(shape):
 def test_a_gamma_or_lambda_outside_0_and_1_is_an_error(gamma, lam):
     with pytest.raises(ValueError, match="gamma and lam must be between 0 and 1"):
         gae(**random_batch(0, [3]), gamma=gamma, lam=lam)
+
+
+def test_whole_numbers_which_would_round_what_is_computed_from_them_are_an_error():
+    whole, mask = torch.ones(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"expected rewards and values in floating point, got torch\.int64"):
+        gae(whole, whole, mask, gamma=0.5, lam=0.5)
+    with pytest.raises(ValueError, match=r"expected values in floating point, got torch\.int64"):
+        whiten(whole, mask)

@@ -409,7 +409,13 @@ def test_a_denominator_that_is_not_positive_is_an_error_that_shows_it(name, wron
 
 
 @pytest.mark.parametrize("loss", [dpo_loss, ipo_loss])
-@pytest.mark.parametrize("wrong", [0.0, -0.1, math.nan])
-def test_a_beta_that_is_not_positive_is_an_error(loss, wrong):
-    with pytest.raises(ValueError, match=f"beta must be positive, not {wrong}"):
+@pytest.mark.parametrize("wrong", [0.0, -0.1, math.nan, math.inf])
+def test_a_beta_that_is_not_positive_and_finite_is_an_error(loss, wrong):
+    with pytest.raises(ValueError, match=f"beta must be positive and finite, not {wrong}"):
         loss(*random_pairs(0, 3), beta=wrong)
+
+
+def test_whole_numbers_are_an_error_that_says_so():
+    whole = torch.ones(3, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"expected numbers in floating point, got .*chosen.*int64"):
+        bradley_terry_loss(whole, whole)

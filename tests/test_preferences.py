@@ -101,10 +101,10 @@ def test_a_bad_line_is_an_error_with_its_number(name, file):
         read_pairs(path, WORDS, CONTEXT)
 
 
-@pytest.mark.parametrize("margin", [10**1000, -(10**1000), 1e39], ids=["huge", "-huge", "1e39"])
-def test_a_margin_that_no_tensor_could_hold_is_an_error(margin, file):
-    pairs, _ = read_pairs(file(row(margin=10**30)), WORDS, CONTEXT)
-    assert batch_of(pairs)[1].isfinite().all()
+@pytest.mark.parametrize("margin", [10**1000, -(10**1000), 1e7], ids=["huge", "-huge", "1e7"])
+def test_a_margin_whose_sum_over_a_batch_could_be_infinite_is_an_error(margin, file):
+    pairs, _ = read_pairs(file(row(margin=10**6)), WORDS, CONTEXT)
+    assert batch_of(pairs)[1].tolist() == [1e6]
     with pytest.raises(RunError, match="line 1: margin must be a number"):
         read_pairs(file(row(margin=margin)), WORDS, CONTEXT)
 

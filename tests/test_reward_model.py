@@ -426,6 +426,15 @@ def test_whatever_stands_in_a_reward_models_files_the_error_names_its_folder(nam
         from_option(f"rm:{folder}", SHAPE)
 
 
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_reward_model_with_a_weight_that_is_no_number_is_an_error_before_any_work(broken, reward_model, tmp_path):
+    model = reward_model()
+    model.blocks[0].ffn.down.weight.data[0, 0] = broken
+    rewarding.save(tmp_path, model, {})
+    with pytest.raises(RunError, match="holds a reward model whose weights are not all finite numbers"):
+        from_option(f"rm:{tmp_path}", SHAPE)
+
+
 def test_a_save_that_is_killed_leaves_nothing_that_could_be_read(reward_model, tmp_path, monkeypatch):
     def killed(*_):
         raise KeyboardInterrupt

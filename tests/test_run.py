@@ -6,6 +6,7 @@ that draws from all three global random generators, so that a resume which resto
 
 import ast
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import train_grpo
 from nanorl import checkpoint, report
@@ -498,10 +499,10 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
         ("--learning-rate inf", "--learning-rate must be at least 0, not inf"),
         ("--beta nan", "--beta must be at least 0, not nan"),
         ("--beta -1", "--beta must be at least 0"),
-        ("--clip-low -0.1", "--clip-low must be at least 0"),
+        ("--clip-low -0.1", "--clip-low must be at least 0.0001, not -0.1"),
         ("--clip-low 1.5", "--clip-low must be at most 1, not 1.5"),
-        ("--clip-high inf", "--clip-high must be at least 0, not inf"),
-        ("--clip-high=-inf", "--clip-high must be at least 0, not -inf"),
+        ("--clip-high inf", "--clip-high must be at least 0.0001, not inf"),
+        ("--clip-high=-inf", "--clip-high must be at least 0.0001, not -inf"),
         ("--size 0 2 4", "width must be at least 1"),
         ("--size 96 -1 4", "layers must be at least 1"),
         ("--size 96 2 0", "heads must be at least 1"),
@@ -786,10 +787,25 @@ def test_a_second_process_cannot_use_the_folder_of_a_run(tmp_path):
     Run(SmallConfig(out=out, resume=True))
 
 
-@pytest.mark.parametrize("name", ["policy.safetensors", "training.pt"])
+def another_shape(path: Path) -> None:
+    save_file({"embedding.weight": torch.zeros(2, 3)}, path)
+
+
 @pytest.mark.parametrize(
-    "damage",
-    [lambda path: path.write_bytes(b"x" * 50), lambda path: path.write_text("hello"), lambda path: path.unlink()],
+    ("name", "damage"),
+    [
+        *itertools.product(
+            ["policy.safetensors", "training.pt"],
+            [
+                lambda path: path.write_bytes(b"x" * 50),
+                lambda path: path.write_text("hello"),
+                lambda path: path.unlink(),
+            ],
+        ),
+        ("policy.safetensors", another_shape),
+        ("training.pt", lambda path: torch.save({"report": {}}, path)),
+        ("training.pt", lambda path: torch.save([1], path)),
+    ],
 )
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(tmp_path, name, damage, capsys):
     def end(out, **more):

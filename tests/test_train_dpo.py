@@ -468,10 +468,8 @@ def command(tmp_path, monkeypatch, capsys):
         ("--task chain", "--task chain is unknown: choose one of reviews"),
         ("--pairs nofile.jsonl", "nofile.jsonl cannot be read"),
         ("--pairs ../bad.jsonl", "bad.jsonl, line 1: chosen must be a text, got 3"),
-        ("--pairs ../one.jsonl", "--batch must be at most 1, not 64"),
         ("--pairs 0", "--pairs must be at least 1, not 0"),
-        ("--pairs 1", "--batch must be at most 1, not 64"),
-        ("--pairs 63", "--batch must be at most 63, not 64"),
+        ("--learning-rate 2", "--learning-rate must be at most 1.0, not 2.0"),
         ("--batch 0", "--batch must be at least 1"),
         ("--micro-batch 0", "--micro-batch must be at least 1"),
         ("--size 0 2 4", "width must be at least 1, not 0"),
@@ -484,18 +482,15 @@ def command(tmp_path, monkeypatch, capsys):
 )
 def test_a_bad_option_is_an_error_in_one_line_before_any_work(arguments, message, command, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": " the", "chosen": 3, "rejected": " ."}\n')
-    (tmp_path / "one.jsonl").write_text('{"prompt": " the", "chosen": " plot", "rejected": " ."}\n')
     status, output, errors = command(arguments)
     assert status == 1
     assert errors.startswith("error: ") and message in errors and errors.count("\n") == 1
     assert output == "" and list(Path.cwd().iterdir()) == []
 
 
-def test_a_batch_larger_than_what_is_left_of_the_pairs_is_an_error(train, monkeypatch):
-    prefers, asked = Reviews.prefers, iter(range(1000))
-    monkeypatch.setattr(Reviews, "prefers", lambda *given: None if next(asked) == 0 else bool(prefers(*given)))
-    with pytest.raises(RunError, match="--batch must be at most 23, not 24"):
-        train(pairs="24", batch=24)
+def test_fewer_pairs_than_a_batch_are_a_batch_and_the_run_says_so(train, capsys):
+    assert equal(weights(train(pairs="24", batch=200)), weights(train(pairs="24", batch=201)))
+    assert "fewer pairs than --batch 200: each step takes all of them" in capsys.readouterr().out
 
 
 def test_every_option_is_explained_and_there_are_at_most_30():

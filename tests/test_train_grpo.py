@@ -850,13 +850,39 @@ def test_every_algorithm_learns_from_a_learned_reward(algo, train, learned):
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_trap_a3_a_learned_reward_that_is_no_number_is_an_error_that_names_the_response(broken, train, learned):
-    model, report = rewarding.load(Path(learned[3:]))
-    model.embedding.weight.data[Reviews.tokenizer.eos_id] = broken  # read only at the end of a response that stops
-    shutil.rmtree(Path(learned[3:]))
-    rewarding.save(Path(learned[3:]), model, report)
-    with pytest.raises(RunError, match=r"the reward of response \d+ in step 0 is nan: mend the reward"):
+def test_trap_a3_a_learned_reward_that_is_no_number_is_an_error_that_names_the_response(
+    broken, train, learned, monkeypatch
+):
+    def outcomes(self, rollout, function=RewardModel.outcomes):
+        scores = function(self, rollout)
+        scores[3] = broken
+        return scores
+
+    monkeypatch.setattr(RewardModel, "outcomes", outcomes)
+    with pytest.raises(RunError, match=rf"the reward of response 3 in step 0 is {broken}: mend the reward"):
         train(**REVIEWS, reward=learned)
+
+
+def test_a_run_keeps_a_copy_of_the_reward_model_it_was_given(train, learned):
+    chosen = REVIEWS | {"reward": learned, "steps": 4, "save_every": 2}
+    whole, cut = train(**chosen), train(**chosen)
+    shutil.rmtree(cut / "checkpoint" / "step_000004")
+    shutil.rmtree(Path(learned[3:]))  # nobody needs it any more
+    resume(cut)
+    assert equal(weights(cut), weights(whole))
+    shutil.rmtree(cut / "reward_model")
+    with pytest.raises(RunError, match="holds no reward model"):
+        resume(cut)
+
+
+def test_a_learned_reward_that_is_being_fooled_is_warned_of(train, learned, monkeypatch):
+    warned = []
+    monkeypatch.setattr(
+        train_grpo, "warn_if_over_optimized", lambda run, step, found: warned.append((step, found["gold"]))
+    )
+    out = train(**REVIEWS, reward=learned, steps=2, eval_every=1)
+    assert [step for step, _ in warned] == [0, 1, 2]
+    assert warned[2][1] == json.loads((out / "summary.json").read_text())["eval_after"]["gold"]
 
 
 def test_a_run_on_a_learned_reward_resumes_bit_by_bit(train, learned):

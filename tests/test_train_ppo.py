@@ -181,7 +181,7 @@ def cut_off(rollout) -> list[bool]:
 def test_a_run_leaves_the_files_of_the_contract(finished):
     names = {path.name for path in finished.out.iterdir()}
     files = {"config.json", "metrics.jsonl", "samples.txt", "curves.png", "samples.html", "summary.json", "lock"}
-    assert names == files | {"checkpoint", "reward_model"}
+    assert names == files | {"checkpoint", "reward_model", "pairs.json"}
     saved = {path.name for path in checkpoint.latest(finished.out / "checkpoint").iterdir()}
     models = ("policy", "reference", "critic")
     assert saved == {f"{name}.{end}" for name in models for end in ("safetensors", "json")} | {"training.pt"}
@@ -773,9 +773,33 @@ def test_a_resumed_run_that_has_its_reward_model_needs_the_file_of_pairs_no_more
     path.unlink()
     resume(out, "--steps", "2")
     assert len(metrics(out)) == 2
-    shutil.rmtree(out / "reward_model")
-    with pytest.raises(RunError, match=r"pairs\.jsonl cannot be read"):
-        resume(out, "--steps", "3")
+
+
+def test_a_run_that_has_lost_the_reward_model_it_learns_from_says_so_and_trains_no_other(train):
+    for out in (train(pairs="30", steps=1), train(steps=1)):
+        before = metrics(out)
+        shutil.rmtree(out / "reward_model")
+        with pytest.raises(RunError, match=r"reward_model is gone, and the run learns from it: put it back"):
+            resume(out, "--steps", "2")
+        assert metrics(out) == before and not (out / "reward_model").exists()
+
+
+def test_interrupted_in_the_reward_model_it_goes_on_with_the_pairs_it_had(train, tmp_path, monkeypatch):
+    path = tmp_path / "pairs.jsonl"
+    row = {"prompt": " the plot was dull", "chosen": " .", "rejected": " dull"}
+    path.write_text(json.dumps(row) + "\n")
+    whole = train(pairs=str(path), steps=1)
+
+    def interrupted(*_, **__):
+        raise Interrupted("by Ctrl-C")
+
+    with monkeypatch.context() as patched, pytest.raises(Interrupted):
+        patched.setattr(rewarding, "train_reward_model", interrupted)
+        train(pairs=str(path), steps=1)
+    cut = tmp_path / "run-1"
+    path.write_text(json.dumps(row | {"chosen": row["rejected"], "rejected": row["chosen"]}) + "\n")
+    resume(cut)
+    assert equal(weights(cut), weights(whole)) and equal(weights(cut, "critic"), weights(whole, "critic"))
 
 
 def test_a_run_keeps_a_copy_of_the_reward_model_it_was_given(train, finished, tmp_path):
@@ -896,6 +920,8 @@ def command(tmp_path, monkeypatch, capsys):
         ("--beta nan", "--beta must be at least 0, not nan"),
         ("--gamma 1.1", "--gamma must be at most 1, not 1.1"),
         ("--lam -0.1", "--lam must be at least 0, not -0.1"),
+        ("--clip 0", "--clip must be at least 0.0001, not 0"),
+        ("--beta 1e300", "--beta must be at most 1000000.0"),
         ("--clip 2", "--clip must be at most 1, not 2"),
         ("--value-clip -1", "--value-clip must be at least 0"),
         ("--target-kl nan", "--target-kl must be at least 0, not nan"),

@@ -39,6 +39,9 @@ def check_pairs(**values: Tensor) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in values.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) != 1 for shape in shapes.values()):
         raise ValueError(f"expected one number a pair, {', '.join(shapes)} of one shape (B,), got {shapes}")
+    dtypes = {name: tensor.dtype for name, tensor in values.items() if not tensor.is_floating_point()}
+    if dtypes:
+        raise ValueError(f"expected numbers in floating point, got {dtypes}")
 
 
 def finite(x: Tensor) -> Tensor:

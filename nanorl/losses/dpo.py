@@ -19,6 +19,8 @@ passes them; TRL's IPO takes means. Its sigmoid loss ignores label_smoothing.
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -76,8 +78,8 @@ def preference(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """h (B,), and the metrics: implied rewards, how they compare, and log-probs."""
     check_pairs(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
-    if not beta > 0:
-        raise ValueError(f"beta must be positive, not {beta}")
+    if not 0 < beta < math.inf:
+        raise ValueError(f"beta must be positive and finite, not {beta}")
     chosen_ratio, rejected_ratio = chosen - ref_chosen.detach(), rejected - ref_rejected.detach()  # (B,)
     h = finite(chosen_ratio - rejected_ratio)
     per_pair = {
