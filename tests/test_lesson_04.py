@@ -13,6 +13,7 @@ from torch import Tensor
 import train_ppo
 from nanorl import checkpoint
 from nanorl.advantages import gae, place_rewards, whiten
+from nanorl.batch_metrics import explained_variance
 from nanorl.losses import ppo_loss, value_loss
 from nanorl.model import GPT
 from nanorl.options import describe_memory, policy_shape
@@ -75,6 +76,18 @@ def test_advantages_and_targets_of_the_table_of_lambdas(lam):
     advantages, returns = gae(rewards_by_hand(), f64([VALUES]), torch.ones(1, 3), gamma=1.0, lam=lam)
     ((row),) = (row for row in rows_of(str(lam)) if len(row) == 6)
     assert [cell for (cell,) in row] == pytest.approx([*advantages[0].tolist(), *returns[0].tolist()], abs=1e-9)
+
+
+def test_explained_variance_by_hand():
+    mask, found = torch.ones(1, 3), []
+    for lam in (0, 1):
+        _, returns = gae(rewards_by_hand(), f64([VALUES]), mask, gamma=1.0, lam=lam)
+        found.append(explained_variance(f64([VALUES]), returns, mask))
+    assert found == pytest.approx([0.92, -36], abs=0.0051)
+    assert "0.92 at $\\lambda = 0$, and -36 at $\\lambda = 1$, where the targets 0.85, 0.90 and 0.90" in PROSE
+    assert returns[0].tolist() == pytest.approx([0.85, 0.9, 0.9])
+    assert explained_variance(torch.ones(1, 3), returns, mask) == pytest.approx(0)
+    assert explained_variance(returns - 7, returns, mask) == pytest.approx(1)
 
 
 def test_trap_b3_the_table_of_the_clipped_value_loss():

@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import train_dpo
+import train_grpo
+import train_ppo
+from nanorl.errors import RunError
 from nanorl.losses import dpo_loss, ipo_loss
 
 LESSON = Path(__file__).resolve().parents[1] / "lessons" / "05_dpo"
@@ -74,6 +78,22 @@ def test_where_dpo_and_ipo_rest_is_where_their_mean_loss_is_flat():
             assert float(p) * up - (1 - float(p)) * down == pytest.approx(0.0, abs=2e-5)
 
 
+def test_cdpo_ends_the_pull_on_one_answer_and_robust_dpo_does_not():
+    smoothed = functools.partial(dpo_loss, label_smoothing=0.1)
+    robust = functools.partial(smoothed, robust=True)
+    rests = math.log(0.9 / 0.1) / 0.1
+    assert loss_and_pull(rests, 0.1, smoothed)[1] == pytest.approx(0) and loss_and_pull(rests + 1, 0.1, smoothed)[1] > 0
+    loss, pull = loss_and_pull(1000.0, 0.1, robust)
+    assert loss == pytest.approx(-12.5) and "and $\\beta h = 100$ it is -12.5" in PROSE and "a tenth flipped" in PROSE
+    assert loss_and_pull(1e6, 0.1, robust)[0] < -1e4 and loss_and_pull(1e6, 0.1, robust)[1] == pytest.approx(pull) != 0
+    assert pull < 0 and loss_and_pull(1000.0, 0.1)[0] == pytest.approx(0)
+    for h in (-2.0, 5.0):  # averaged over the flips it is DPO's of the true label
+        right, flipped = loss_and_pull(h, 0.1, robust)[0], loss_and_pull(-h, 0.1, robust)[0]
+        assert 0.9 * right + 0.1 * flipped == pytest.approx(loss_and_pull(h, 0.1)[0])
+    with pytest.raises(RunError, match="--label-smoothing"):
+        train_dpo.main(train_dpo.Config(robust=True))
+
+
 def test_dpo_arrives_at_the_best_policy_and_the_table_shows_where(load):
     world = load("dpo_world")
     rows = table_behind("<!-- world -->")
@@ -102,6 +122,7 @@ def test_dpo_arrives_at_the_best_policy_and_the_table_shows_where(load):
         ("best_policy", "beta * scores.logsumexp(0)", "scores.logsumexp(0)"),
         ("dpo_loss", "(rejected - ref_rejected.detach())", "rejected"),
         ("dpo_loss", "ref_chosen.detach()", "ref_chosen"),
+        ("dpo_loss", "ref_rejected.detach()", "ref_rejected"),
         ("dpo_loss", ".mean()", ".sum()"),
         ("dpo_loss", "-torch.nn.functional.logsigmoid(beta * h)", "-(beta * h).sigmoid().log()"),
         ("dpo_loss", "beta * h", "h"),
@@ -184,6 +205,8 @@ def test_what_the_lesson_says_of_its_runs_stands_in_their_tables():
         assert kl_and_gold(*better)[0] <= kl and kl_and_gold(*better)[1] > gold
     assert "(-0.23 ± 3.14)" in PROSE and frontier["GRPO", "beta 0.05"][1] == (-0.23, 3.14)
     assert "another one (lesson 04)" in PROSE
+    assert "PPO alone pays for a response that is cut off, 1 off its score" in PROSE
+    assert train_ppo.Config().missing_eos_penalty == 1 and not hasattr(train_grpo.Config(), "missing_eos_penalty")
 
     loose, middle, default = ([measured(cell)[0] for cell in row[1:]] for row in table_behind("<!-- dpo -->"))
     assert "in 0.80 and 0.81 of fresh pairs" in PROSE

@@ -15,6 +15,7 @@ from nanorl.tasks.reviews import BROKEN, LABELLERS, PATIENCE, RAMBLING, REPEATED
 LESSON = Path(__file__).resolve().parents[1] / "lessons" / "14_reward_hacking"
 README = (LESSON / "README.md").read_text()
 PROSE = " ".join(README.split())  # wherever its lines break
+METRICS = (LESSON.parents[1] / "docs" / "metrics.md").read_text()
 
 
 @pytest.fixture
@@ -48,6 +49,18 @@ def test_the_parabola_by_hand(load):
 def test_the_kl_of_the_best_of_64():
     assert round(kl_of_best(64), 2) == 3.17 and "$\\log 64 - 63 / 64 = 3.17$" in PROSE
     assert kl_of_best(64) < math.log(64)
+
+
+def test_noise_alone_shrinks_the_correlation_with_length_and_leaves_none_at_equal_gold(load):
+    with_gold, gold_and_length = 0.75, -0.4
+    basis = torch.linalg.qr(torch.cat([torch.ones(50, 1), torch.eye(50)[:, :3]], 1).double()).Q
+    golds, other, noise = basis[:, 1:].T  # of mean 0, uncorrelated
+    length = gold_and_length * golds + math.sqrt(1 - gold_and_length**2) * other
+    score = golds + math.sqrt(1 / with_gold**2 - 1) * noise
+    found = torch.corrcoef(torch.stack([score, golds, length]))
+    assert [found[0, 1].item(), found[1, 2].item()] == pytest.approx([with_gold, gold_and_length])
+    assert found[0, 2].item() == pytest.approx(-0.3) and "$0.75 \\cdot (-0.4) = -0.3$, without any bias" in PROSE
+    assert load("solution").length_bias(score, golds, length) == pytest.approx(0, abs=1e-12)
 
 
 def test_the_labeller_who_loves_length_pays_what_the_lesson_says():
@@ -105,6 +118,11 @@ def test_what_the_lesson_says_of_the_course_without_kl_stands_in_its_table():
     assert (peak, round(golds[peak], 2), round(last[0], 2)) == (30, 0.29, -3.37) and last[0] < first[0]
     assert "at step 20 the responses have 3.9 tokens instead of 11.0" in PROSE
     assert (round(course[20][3], 1), round(first[3], 1)) == (3.9, 11.0)
+    (healthy,) = re.findall(r"^\| `kl`, .* settles below (\d+) \|", METRICS, re.M)
+    assert f"KL goes to {last[2]:.1f}, where below {healthy} is healthy" in PROSE and last[2] > float(healthy)
+    flat = [row[2] for step, row in course.items() if step >= 100]
+    assert "from step 100 on both are flat, the KL between 37.8 and 40.9" in PROSE
+    assert [min(flat), max(flat)] == [37.8, 40.9] and last[1] - course[100][1] < 0.04
 
 
 def test_what_the_lesson_says_of_where_it_begins_stands_in_the_table_of_turns():
@@ -183,6 +201,9 @@ def test_what_the_lesson_says_of_the_labellers_stands_in_their_table():
         ("turning_point", "(gold - gold[0])", "gold"),
         ("turning_point", "(a / (2 * b)) ** 2", "a / (2 * b)"),
         ("turning_point", " if a > 0 and b > 0 else math.inf", ""),
+        ("turning_point", " if a > 0 and b > 0 ", " if b > 0 "),
+        ("turning_point", " if a > 0 and b > 0 ", " if a > 0 "),
+        ("turning_point", " if a > 0 and b > 0 ", " if a / b > 0 "),
         ("turning_point", "d = kl.sqrt()", "d = kl"),
         ("length_bias", "return values - (values @ centered) / (centered @ centered) * centered", "return values"),
         ("length_bias", "(centered @ centered)", "len(gold)"),
@@ -193,6 +214,21 @@ def test_what_the_lesson_says_of_the_labellers_stands_in_their_table():
 )
 def test_the_checks_refuse_a_wrong_answer(refused, blank, right, wrong):
     refused(LESSON, blank, right, wrong)
+
+
+def test_the_check_of_best_of_n_with_its_kl_refuses_another_kl_and_asks_for_no_more_than_a_loop_can_do(load):
+    solution, checks = load("solution"), load("checks")
+    asked = []
+
+    def recorded(probs, scores, n):
+        asked.append(len(probs))
+        return solution.best_of_n(probs, scores, n)
+
+    checks.check_best_of_n_and_best_of_n_kl(recorded, solution.best_of_n_kl)
+    assert max(asked) <= 2000  # squared: what a loop over the responses, each of which looks at all, has to do
+    for wrong in (math.log, lambda n: math.log(n) - (n - 1) / (n + 1), lambda n: math.log(n) - (n - 1) / n + 0.002):
+        with pytest.raises(checks.require.__globals__["Failed"]):
+            checks.check_best_of_n_and_best_of_n_kl(solution.best_of_n, wrong)
 
 
 def test_the_exercise_is_the_estimate_that_the_frontier_uses(load):

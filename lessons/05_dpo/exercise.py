@@ -28,7 +28,7 @@ def dpo_loss(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected:
     """Rafailov et al. 2023, eq. 7: the mean over pairs of -log sigmoid(beta h). It has to stay finite where a pair is
     hopelessly wrong, beta h = -1000.
 
-    log-probs (B,) -> scalar
+    log-probs (B,) -> scalar, with a gradient to `chosen` and `rejected` alone
     """
     raise NotImplementedError
 

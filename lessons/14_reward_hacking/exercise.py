@@ -31,10 +31,10 @@ def best_of_n_kl(n: int) -> float:
 
 def turning_point(kl: Tensor, gold: Tensor) -> float:
     """Where over-optimization begins. For best-of-n Gao et al. 2023 fit gold - gold_0 = d (a - b d) with d = sqrt(KL):
-    the KL at which this curve turns, a and b by least squares. The first point is the policy before any optimization,
-    KL 0 and gold gold_0.
+    the KL of the top of this curve, a and b by least squares. The first point is the policy before any optimization, KL
+    0 and gold gold_0.
 
-    kl, gold (points,) -> a number; inf where the fitted curve never turns
+    kl, gold (points,) -> a number; inf where the fitted curve has no top at a KL above 0
     """
     raise NotImplementedError
 
