@@ -246,6 +246,20 @@ def test_what_the_lesson_says_of_its_start_command_fits_the_table_of_seeds():
     assert 0.054 < float(healthy) and "certainty off by 0.054" in PROSE
 
 
+def test_what_500_pairs_and_the_labeller_who_loves_length_make_fits_the_tables():
+    (few, _), (more, _) = row_of("250")[0], row_of("1,000")[0]
+    assert few < 0.692 < more and abs(0.692 - few) < abs(0.692 - more) and "accuracy 0.692" in PROSE
+    (mean, half), off = row_of("250")[2], 0.264
+    assert abs(off - mean) < half and f"certainty off by {off}" in PROSE
+    assert round(train_ppo.Config().reward_model_steps * 64 / 386) == 83 and "386 to learn from, each seen 83" in PROSE
+    hacking = (LESSON.parent / "14_reward_hacking" / "README.md").read_text()
+    for name, seed_0 in (("correlation of score and length", 0.59), ("accuracy on fresh pairs of the same .*?", 0.829)):
+        (cell,) = re.findall(rf"^\| {name} +\| [^|]+ \| ([^|]+) \|$", hacking, re.M)
+        mean, half = (float(x) for x in cell.split(" ± "))
+        assert abs(seed_0 - mean) < half
+    assert "correlate with +0.59 instead of -0.32" in PROSE and means("correlation of score and length")[0] == -0.32
+
+
 def test_agreement_of_two_people_does_not_say_where_the_ceiling_is():
     def agreement(*pairs: tuple[float, float]) -> float:
         return sum(share * (p**2 + (1 - p) ** 2) for share, p in pairs)

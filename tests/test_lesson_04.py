@@ -307,6 +307,17 @@ def test_the_lesson_admits_that_its_seed_is_the_highest_of_the_five_in_the_readm
     says(f"five seeds end at a gold of {min(ends):.2f} to {max(ends):.2f}", "and seed 0 is the highest")
 
 
+def test_what_happens_without_kl_stands_in_the_table_of_lesson_14():
+    hacking = (LESSON.parent / "14_reward_hacking" / "README.md").read_text()
+    (row,) = re.findall(r"^\| 0 +\| 0 +\|(.*)\|$", hacking.partition("<!-- turns -->")[2], re.M)
+    best, step, _, _, end, _, kl, _ = (cell.strip() for cell in row.split("|"))
+    says(
+        f"`--beta 0`: gold rises to {best} in step {step} and ends at {end}, KL {kl} (lesson 14)",
+        f"The default ends at gold {result(END)}, KL {result('KL')}",
+    )
+    assert train_ppo.Config().mini_batches == 4 and "`--mini-batches 1`: a quarter of the updates" in PROSE
+
+
 def test_what_the_lesson_says_of_critic_and_clip_stands_in_the_tables():
     mean, most = numbers("courses", "clipped, policy")[DEFAULT]
     says(

@@ -163,6 +163,18 @@ def test_the_second_silent_bug_doubles_its_margin_with_twice_the_updates(load):
 # ---- what the lesson says of its runs
 
 
+def test_what_ipo_and_a_large_learning_rate_do_has_the_defaults_that_the_lesson_says():
+    default = train_dpo.Config()
+    assert (default.beta, 4e-3 / default.learning_rate) == (0.3, 4.0)
+    assert "$1 / (2 \\cdot 0.3) = 1.67$" in PROSE and round(1 / (2 * default.beta), 2) == 1.67
+    assert loss_and_pull(1 / (2 * default.beta), default.beta, ipo_loss) == pytest.approx((0, 0), abs=1e-12)
+    (row,) = (row for row in table_behind("<!-- dpo -->") if row[0] == "0.3")  # over the seeds
+    for seed_0, cell in ((0.84, row[1]), (0.71, row[2]), (3.1, row[3])):
+        mean, half = measured(cell)
+        assert abs(seed_0 - mean) < half
+    assert "where DPO's default has 0.71 at 3.1" in PROSE and "the default on 0.84" in PROSE
+
+
 def measured(cell: str) -> tuple[float, float]:
     """Mean and half of its interval; NaN where there is none."""
     mean, _, half = cell.partition(" ± ")

@@ -153,6 +153,12 @@ def test_what_the_lesson_says_of_where_it_begins_stands_in_the_table_of_turns():
     assert all(min(rows, key=lambda row: float(row[6]))[1] == "2" for beta, rows in of_beta.items())
 
 
+def test_what_fewer_pairs_do_is_compared_with_the_run_of_the_table_of_turns():
+    (row,) = (row for row in table_of("turns") if row[:2] == ["0", "0"])
+    assert row[3] == "30" and "in step 30 as before" in PROSE
+    assert f"to -17.2 instead of {row[6]}, at a KL of 69.1 instead of {row[8]}" in PROSE
+
+
 def test_what_the_lesson_says_of_the_pairs_stands_in_the_table_of_what_was_seen():
     seen = table_of("seen")
     pairs, ends = seen[::2], seen[1::2]
