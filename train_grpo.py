@@ -312,9 +312,10 @@ def main(config: Config) -> dict:
                 },
             )
             if evaluated:
-                run.samples(step, sample_lines(task, problems, rollout))
+                run.samples(step, sample_lines(task, problems, rollout, rollout.rewards, described.get("gold")))
 
         how = {"max_new_tokens": max_new_tokens, "samples": FINAL_SAMPLES, "scale": algorithm.advantage_scale}
+        how |= {"proxy": reward_model.outcomes} if reward_model else {}
         return conclude(run, policy, task, held_out, examine, **how)
 
 

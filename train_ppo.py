@@ -309,9 +309,10 @@ def main(config: Config) -> dict:
                 },
             )
             if evaluated:
-                run.samples(step, sample_lines(task, problems, rollout))
+                run.samples(step, sample_lines(task, problems, rollout, scores, gold))
 
-        return conclude(run, policy, task, held_out, examine, max_new_tokens=max_new_tokens, samples=SHOWN_SAMPLES)
+        how = {"max_new_tokens": max_new_tokens, "samples": SHOWN_SAMPLES, "proxy": reward_model.outcomes}
+        return conclude(run, policy, task, held_out, examine, **how)
 
 
 def shuffled(n: int, parts: int, key: str) -> list[list[int]]:

@@ -50,10 +50,15 @@ def grade(task: Task, problems: Sequence[Problem], rollout: Rollout) -> tuple[li
     return rewards, dict(described)
 
 
-def sample_lines(task: Task, problems: Sequence[Problem], rollout: Rollout) -> list[str]:
-    """Each graded response as a line to read."""
-    rows = zip(rollout.groups.tolist(), rollout.texts(task.tokenizer), rollout.rewards.tolist(), strict=True)
-    return [f"{problems[group].prompt} {text}   reward {reward:g}" for group, text, reward in rows]
+def sample_lines(
+    task: Task, problems: Sequence[Problem], rollout: Rollout, rewards: Tensor, gold: Sequence[float] | None = None
+) -> list[str]:
+    """Each response as a line to read, with its reward (B); beside a hidden `gold` (B) that is called the proxy."""
+    scored = [f"reward {reward:g}" for reward in rewards.tolist()]
+    if gold is not None:
+        scored = [f"gold {g:g}  proxy {reward:g}" for g, reward in zip(gold, rewards.tolist(), strict=True)]
+    rows = zip(rollout.groups.tolist(), rollout.texts(task.tokenizer), scored, strict=True)
+    return [f"{problems[group].prompt} {text}   {scores}" for group, text, scores in rows]
 
 
 def evaluate(policy: GPT, task: Task, problems: Sequence[Problem], max_new_tokens: int, *, samples: int = 1) -> dict:
@@ -96,20 +101,29 @@ def evaluate(policy: GPT, task: Task, problems: Sequence[Problem], max_new_token
     return result
 
 
+def has_reward_model(evaluation: dict) -> bool:
+    """Whether `proxy` is a reward model's score. DPO, which examines pairs, has none: there it is the reward that its
+    policy implies, beta log(pi / pi_ref)."""
+    return "pair_accuracy" not in evaluation
+
+
+def decimals(value: float | None) -> str:
+    return "nan" if value is None else f"{value:.3f}"  # see Run.finish
+
+
 def describe_evaluation(before: dict, after: dict) -> str:
     """The two evaluations side by side, for the console."""
 
     def line(name: str, key: str) -> str:
         low, high = after.get(key + "_low"), after.get(key + "_high")
         interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
-        first, last = ("nan" if e[key] is None else f"{e[key]:.3f}" for e in (before, after))  # see Run.finish
-        return f"{name:<28}{first} -> {last}{interval}"
+        return f"{name:<28}{decimals(before[key])} -> {decimals(after[key])}{interval}"
 
     names = {
         "accuracy": "accuracy, sampled at T = 1",
         "accuracy_greedy": "accuracy, greedy",
         "gold": "gold score (hidden)",
-        "proxy": "proxy score (learned)",
+        "proxy": "proxy score (learned)" if has_reward_model(after) else "reward the policy implies",
         "kl": "KL to the warm start (nats)",
         "mean_length": "mean length (tokens)",
         **{key: key for key in after if key.startswith("pass@")},
@@ -131,7 +145,7 @@ def evaluate_preferred(
 
     gold     the hidden score that training never sees, with its 95 % interval (rather too wide: as if each response
              had a prompt of its own, though the held-out prompts come again and again)
-    proxy    the learned score that it does see
+    proxy    the learned score that it does see; for DPO see `has_reward_model`
     kl       log pi / pi_ref summed over the response: how far the policy has gone from the warm start, in nats
     """
     rollout = Sampler(policy).generate(

@@ -14,6 +14,7 @@ matplotlib.use("Agg")  # no screen needed
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
+from nanorl.evaluation import has_reward_model
 from nanorl.run import read_lines
 
 SAMPLED, GREEDY, TRAINING = "tab:blue", "tab:orange", "0.6"
@@ -59,7 +60,9 @@ def draw_gold(axes, points: list[tuple[int, dict]]) -> None:
     axes.plot(at, [e["gold"] for _, e in points], color=GREEDY, marker="o", ms=4, label="gold: hidden, what is wanted")
     low, high = ([math.nan if e[key] is None else e[key] for _, e in points] for key in ("gold_low", "gold_high"))
     axes.fill_between(at, low, high, color=GREEDY, alpha=0.2, lw=0)
-    axes.plot(at, [e["proxy"] for _, e in points], color=SAMPLED, marker="o", ms=4, label="proxy: what is trained on")
+    learned = has_reward_model(points[0][1])
+    label = "proxy: what is trained on" if learned else "reward the policy implies: beta log(pi / pi_ref)"
+    axes.plot(at, [e["proxy"] for _, e in points], color=SAMPLED, marker="o", ms=4, label=label)
     axes.axhline(0, color=TRAINING, lw=0.8)
     axes.set(ylabel="held-out score (95 % interval)")
     axes.legend(loc="best", fontsize=8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from nanorl import viewer
+from nanorl.errors import RunError
 from nanorl.evaluation import describe_evaluation
 from nanorl.model import GPT
 from nanorl.plots import draw_curves
@@ -23,9 +24,13 @@ def conclude(
     summary = run.finish(eval_after=eval_after)
     draw_curves(run.out)
     before, after = summary["eval_before"], summary["eval_after"]
-    page = viewer.write_run(run.out, policy, task, problems, before, after, **how)
     run.say(describe_evaluation(before, after))
-    run.say(f"curves, samples, weights: {run.out}\nwhat changed, token by token: {page}")
+    run.say(f"curves, samples, weights: {run.out}")
+    try:
+        page = viewer.write_run(run.out, policy, task, problems, before, after, **how)
+        run.say(f"what changed, token by token: {page}")
+    except RunError as error:  # the weights before training cannot be read; all else is there
+        run.say(f"WARNING: samples.html, what changed token by token, is not written: {error}")
     return summary
 
 

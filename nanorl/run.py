@@ -233,7 +233,8 @@ class Run:
         with open(self.out / "metrics.jsonl", "a") as file:
             file.write(json.dumps(plain(line)) + "\n")
         shown = {name: metrics[name] for name in SHOWN if metrics.get(name) is not None}
-        text = "  ".join(f"{name} {value:.3g}" for name, value in shown.items())
+        called = {"reward": "proxy"} if "gold" in metrics else {}  # where nothing is verified, that is the reward
+        text = "  ".join(f"{called.get(name, name)} {value:.3g}" for name, value in shown.items())
         self.bar.set_postfix_str(text)
         if step % max(1, self.config.steps // 10) == 0 or step == self.config.steps - 1:
             self.say(f"step {step + 1:4d}/{self.config.steps}  {text}  {spent:.2f} s")

@@ -12,19 +12,20 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from nanorl import checkpoint
 from nanorl.advantages import group_advantages
-from nanorl.evaluation import EVAL_SEED, grade
+from nanorl.evaluation import EVAL_SEED, decimals, grade, has_reward_model
 from nanorl.model import GPT
 from nanorl.rollout import Rollout
 from nanorl.sampler import Sampler
 from nanorl.scorer import score
-from nanorl.tasks.task import Problem, Task
+from nanorl.tasks.task import PreferenceTask, Problem, Task
 
 PAGE = Path(__file__).with_name("viewer.html")
 PROBLEMS = 16  # shown: enough to see what changed, few enough to look through
@@ -40,13 +41,16 @@ def collect(
     max_new_tokens: int,
     seed: int = EVAL_SEED,
     scale: str = "group",
+    proxy: Callable[[Rollout], Tensor] | None = None,
 ) -> dict:
     """`samples` responses of both policies to each problem, sampled at temperature 1, as plain data for `write`.
 
     With the same seed and number of samples `evaluate` counts the same responses. `scale`: see `group_advantages`.
+    `proxy`: the reward model's score (B), if there is one. Where nothing can be verified no answer is shown.
     """
     prompts = [task.tokenizer.encode_prompt(problem.prompt) for problem in problems]
-    shown = [{"prompt": problem.prompt, "answer": problem.answer} for problem in problems]
+    verified = not isinstance(task, PreferenceTask)
+    shown = [{"prompt": p.prompt} | ({"answer": p.answer} if verified else {}) for p in problems]
     for name, policy in (("before", before), ("after", after)):
         rollout = Sampler(policy).generate(
             prompts,
@@ -55,7 +59,7 @@ def collect(
             samples_per_prompt=samples,
             seed=seed,
         )
-        rows = responses(rollout, policy, before, after, task, problems, scale=scale)
+        rows = responses(rollout, policy, before, after, task, problems, scale=scale, proxy=proxy)
         for i, problem in enumerate(shown):
             problem[name] = rows[i * samples : (i + 1) * samples]
     return {"problems": shown, "vocabulary": task.tokenizer.vocab_size}
@@ -71,22 +75,27 @@ def responses(
     problems: Sequence[Problem],
     *,
     scale: str = "group",
+    proxy: Callable[[Rollout], Tensor] | None = None,
 ) -> list[dict]:
-    """Each response of a rollout as plain data: its tokens, and for each token its log-prob and the entropy under the
-    policy that wrote it, its advantage, and its ratio pi_after / pi_before. Tokens outside the mask have no numbers.
+    """Each response of a rollout as plain data: its scores, its tokens, and for each token its log-prob and the entropy
+    under the policy that wrote it and its ratio pi_after / pi_before. Tokens outside the mask have no numbers.
+
+    With a verifier the scores are the reward and what the task describes, a response is right or not, and its tokens
+    have their advantage. Without one they are the hidden gold, from which no advantage was ever taken, and the proxy.
     """
     (logprobs, entropy), (old, _), (new, _) = (score(policy, rollout) for policy in (writer, before, after))  # (B, T)
+    numbers = {"logprob": logprobs, "entropy": entropy, "ratio": (new - old).exp()}
     rewards, described = grade(task, problems, rollout)
-    valid = rollout.mask.any(1)
-    advantages = group_advantages(
-        torch.tensor(rewards, dtype=torch.float64, device=valid.device), rollout.groups, scale=scale, valid=valid
-    )
-    numbers = {
-        "logprob": logprobs,
-        "entropy": entropy,
-        "advantage": advantages[:, None].expand(logprobs.shape),
-        "ratio": (new - old).exp(),
-    }
+    verified = not isinstance(task, PreferenceTask)
+    if verified:
+        scores = {"reward": rewards} | described
+        valid = rollout.mask.any(1)
+        advantages = group_advantages(
+            torch.tensor(rewards, dtype=torch.float64, device=valid.device), rollout.groups, scale=scale, valid=valid
+        )
+        numbers["advantage"] = advantages[:, None].expand(logprobs.shape)
+    else:
+        scores = {"gold": rewards} | ({"proxy": proxy(rollout).tolist()} if proxy else {}) | described
     rows = []
     for row, length in enumerate(rollout.lengths.tolist()):
         ids, mask = rollout.tokens[row, :length].tolist(), rollout.mask[row, :length].tolist()
@@ -98,9 +107,8 @@ def responses(
                 **{name: in_mask(values[row, :length].tolist(), mask) for name, values in numbers.items()},
                 "stop": [i == task.tokenizer.eos_id for i in ids],
                 "finish": rollout.finish[row],
-                "reward": number(rewards[row]),
-                "right": rewards[row] >= 1,
-                "parts": {name: number(values[row]) for name, values in described.items()},
+                "scores": {name: number(values[row]) for name, values in scores.items()},
+                **({"right": rewards[row] >= 1} if verified else {}),
             }
         )
     return rows
@@ -118,14 +126,25 @@ def number(value: float) -> float | None:
 def write_run(
     out: Path, policy: GPT, task: Task, problems: Sequence[Problem], eval_before: dict, eval_after: dict, **how
 ) -> Path:
-    """samples.html of a finished run: its first checkpoint against `policy`, on the first PROBLEMS problems. `how` goes
-    to `collect`. Returns the file's path."""
-    good = "accuracy" if "accuracy" in eval_after else "gold"
-    result = f"{good} {eval_before[good]:.3f} → {eval_after[good]:.3f} on {len(problems)} held-out problems"
+    """samples.html of a finished run: its first checkpoint against `policy`, on PROBLEMS of the problems. `how` goes to
+    `collect`. Returns the file's path. Raises RunError if that checkpoint cannot be read."""
+    if isinstance(task, PreferenceTask):
+        names, chosen = ["gold", "proxy"] if has_reward_model(eval_after) else ["gold"], spread(problems)
+    else:
+        names, chosen = ["accuracy"], problems[:PROBLEMS]
+    changes = [f"{name} {decimals(eval_before[name])} → {decimals(eval_after[name])}" for name in names]
+    result = f"{', '.join(changes)} on {len(problems)} held-out problems"
     before = checkpoint.load_model(out / "checkpoint" / checkpoint.FIRST).to(policy.head.device)
     path = out / "samples.html"
-    write(path, collect(before, policy, task, problems[:PROBLEMS], **how), title=out.resolve().name, result=result)
+    write(path, collect(before, policy, task, chosen, **how), title=out.resolve().name, result=result)
     return path
+
+
+def spread(problems: Sequence[Problem]) -> list[Problem]:
+    """PROBLEMS with different prompts, evenly spaced: prompts that come again stand in order, like ones together."""
+    distinct = list({problem.prompt: problem for problem in problems}.values())
+    count = min(PROBLEMS, len(distinct))
+    return [distinct[i * len(distinct) // count] for i in range(count)]
 
 
 def write(path: Path, data: dict, *, title: str, result: str) -> None:

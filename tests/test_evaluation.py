@@ -135,9 +135,14 @@ def test_grading_reads_a_response_up_to_its_stop_token():
 
 def test_a_sample_line_shows_prompt_response_and_reward():
     rollout = responses([["a", "bc"], ["bb", ""]])
-    rollout.rewards = torch.tensor([1.0, 0.0, 1.0, 0.25])
     lines = ["a a   reward 1", "a bc   reward 0", "b bb   reward 1", "b    reward 0.25"]
-    assert sample_lines(Echo(), PROBLEMS, rollout) == lines
+    assert sample_lines(Echo(), PROBLEMS, rollout, torch.tensor([1.0, 0.0, 1.0, 0.25])) == lines
+
+
+def test_beside_a_hidden_gold_a_sample_line_calls_the_reward_the_proxy():
+    rollout = responses([["a"], ["bb"]])
+    lines = ["a a   gold -1  proxy 2.5", "b bb   gold 3  proxy -0.5"]
+    assert sample_lines(Echo(), PROBLEMS, rollout, torch.tensor([2.5, -0.5]), [-1.0, 3.0]) == lines
 
 
 @dataclass
@@ -293,6 +298,13 @@ def test_the_console_shows_gold_proxy_and_kl_before_and_after():
     assert lines[1].split("(hidden)")[1].split() == ["-1.000", "->", "1.250", "[1.000,", "1.500]"]
     assert "proxy score (learned)       0.000 -> 2.000" in lines[2] and "0.000 -> 7.500" in lines[3]
     assert len(lines) == 5
+
+
+def test_the_console_calls_the_proxy_of_a_policy_without_a_reward_model_what_it_is():
+    """DPO's evaluation: that of the pairs is in it."""
+    before = {"gold": -1.0, "proxy": 0.0, "kl": 0.0, "mean_length": 9.0, "pair_accuracy": 0.5, "problems": 512}
+    lines = describe_evaluation(before, before | {"proxy": 2.0}).splitlines()
+    assert lines[2] == "reward the policy implies   0.000 -> 2.000"
 
 
 def test_a_mean_that_is_no_number_is_described_as_such_instead_of_ending_the_run_in_an_error():

@@ -114,6 +114,14 @@ def test_where_nothing_is_verified_gold_stands_beside_the_proxy_and_kl_below(dra
     assert "Held-out gold -0.50 -> 0.50" in title and "8 -> 17 tokens" in title
 
 
+def test_where_there_is_no_reward_model_the_curve_is_not_called_what_is_trained_on(drawn, tmp_path):
+    """DPO's evaluation: that of the pairs is in it."""
+    points = [{"eval": preferred(-0.5, 0, 0, pair_accuracy=0.5)}, {"eval": preferred(1, 2, 3, pair_accuracy=0.8)}]
+    panels, _ = drawn(write_run(tmp_path, [line(step, **point) for step, point in enumerate(points)]))
+    labels = {"gold: hidden, what is wanted", "reward the policy implies: beta log(pi / pi_ref)"}
+    assert {name for name in panels["held-out score (95 % interval)"] if not name.startswith("_")} == labels
+
+
 def test_a_run_that_samples_nothing_shows_the_lengths_of_its_evaluations_and_its_loss(drawn, tmp_path):
     """As train_dpo.py logs it."""
     evaluated = [{"eval": preferred(-0.5, 0, 0)}, {}, {"eval": preferred(1, 2, 3)}]

@@ -163,6 +163,10 @@ def test_a_run_leaves_the_files_of_the_contract(finished):
     saved = {path.name for path in checkpoint.latest(finished.out / "checkpoint").iterdir()}
     models = ("policy", "reference")
     assert saved == {f"{name}.{end}" for name in models for end in ("safetensors", "json")} | {"training.pt"}
+    page = json.loads(re.search(r'id="data">(.*?)</script>', (finished.out / "samples.html").read_text())[1])
+    assert {tuple(r["scores"]) for problem in page["problems"] for r in problem["after"]} == {("gold",)}
+    assert page["result"].startswith("gold ") and "proxy" not in page["result"]
+    assert "proxy" not in finished.console and "reward the policy implies   0.000 -> " in finished.console
     for line in ("warm start: 2 steps", "memory: policy ", "pairs; dropped: ", "on 8 held-out problems"):
         assert line in finished.console
 

@@ -808,7 +808,7 @@ def learned(tmp_path) -> str:
 REVIEWS = {"task": "reviews", "warm_start_steps": 0, "max_new_tokens": 10}
 
 
-def test_the_reward_is_the_reward_models_and_the_hidden_score_is_only_looked_at(train, learned, monkeypatch):
+def test_the_reward_is_the_reward_models_and_the_hidden_score_is_only_looked_at(train, learned, monkeypatch, capsys):
     rollouts, generate = [], Sampler.generate
 
     def keep(self, prompts, **how):
@@ -819,6 +819,7 @@ def test_the_reward_is_the_reward_models_and_the_hidden_score_is_only_looked_at(
 
     monkeypatch.setattr(Sampler, "generate", keep)
     out = train(**REVIEWS, reward=learned, learning_rate=0.01, eval_every=2)
+    said = capsys.readouterr().out
     model, _ = rewarding.load(Path(learned[3:]))
     tokenizer = Reviews.tokenizer
     for line, rollout in zip(metrics(out), rollouts, strict=True):
@@ -829,6 +830,13 @@ def test_the_reward_is_the_reward_models_and_the_hidden_score_is_only_looked_at(
             gold(tokenizer.decode(p), text) for p, text in zip(rollout.prompts, rollout.texts(tokenizer), strict=True)
         ]
         assert line["gold"] == pytest.approx(statistics.mean(golds), abs=1e-9)
+    blocks = (out / "samples.txt").read_text().split("--- after ")[1:]
+    for block, rollout in zip(blocks, (rollouts[0], rollouts[2]), strict=True):
+        proxies = [re.search(r"   gold \S+  proxy (\S+)$", line)[1] for line in block.splitlines()[1:]]
+        assert [float(proxy) for proxy in proxies] == pytest.approx(rollout.rewards.tolist(), rel=1e-4)
+    assert re.search(r"step +1/\d+  proxy \S+  gold ", said) and "reward " not in said + "".join(blocks)
+    page = json.loads(re.search(r'id="data">(.*?)</script>', (out / "samples.html").read_text())[1])
+    assert {tuple(r["scores"]) for problem in page["problems"] for r in problem["after"]} == {("gold", "proxy")}
     summary = json.loads((out / "summary.json").read_text())
     evaluated = {"gold", "gold_low", "gold_high", "proxy", "kl", "mean_length", "truncated_share", "problems"}
     for name in ("eval_before", "eval_after"):

@@ -34,6 +34,7 @@ from nanorl.model import GPTConfig
 from nanorl.optimizers import Optimizers
 from nanorl.options import command_line, parse
 from nanorl.reward_model import RewardModel
+from nanorl.rollout import Rollout
 from nanorl.sampler import Sampler
 from nanorl.tasks.reviews import Reviews, gold
 
@@ -262,7 +263,33 @@ def test_console_and_samples_show_the_course_and_what_each_model_takes(finished)
     assert f"memory: policy {4 * weights:.1f} MB ({weights:.1f} of weights, with gradients and moments)" in console
     assert re.search(r"critic [\d.]+ MB \(.*\), reference [\d.]+ MB, reward model [\d.]+ MB\n", console)
     blocks = (finished.out / "samples.txt").read_text().split("--- after ")[1:]
-    assert [block.split()[0] for block in blocks] == ["0", "2"] and all(block.count("reward ") == 8 for block in blocks)
+    assert [block.split()[0] for block in blocks] == ["0", "2"]
+
+
+def test_samples_on_the_console_in_the_file_and_on_the_page_have_gold_and_proxy_under_their_names(finished):
+    """The proxy is the reward model's score: what a response loses by being cut off is no part of it."""
+    blocks = (finished.out / "samples.txt").read_text().split("--- after ")[1:]
+    for block, step in zip(blocks, (0, 2), strict=True):
+        lines, rollout, logged = block.splitlines()[1:], finished.rollouts[step], metrics(finished.out)[step]
+        scores = [re.fullmatch(r".*   gold (\S+)  proxy (\S+)", line).groups() for line in lines]
+        golds, proxies = ([float(x) for x in column] for column in zip(*scores, strict=True))
+        texts = zip(rollout.prompts, rollout.texts(Reviews.tokenizer), strict=True)
+        assert golds == [gold(Reviews.tokenizer.decode(prompt), text) for prompt, text in texts]
+        assert sum(proxies) / 8 == pytest.approx(logged["proxy"], abs=1e-5) and any(cut_off(rollout))
+        assert sum(line in finished.console for line in lines) >= 2
+    assert "reward " not in "".join(blocks)
+    page = json.loads(re.search(r'id="data">(.*?)</script>', (finished.out / "samples.html").read_text())[1])
+    before, after = (
+        json.loads((finished.out / "summary.json").read_text())[f"eval_{when}"] for when in ("before", "after")
+    )
+    for name in ("gold", "proxy"):
+        assert f"{name} {before[name]:.3f} → {after[name]:.3f}" in page["result"]
+    responses = [(problem, response) for problem in page["problems"] for response in problem["after"]]
+    assert len(responses) == 8 * train_ppo.SHOWN_SAMPLES
+    tokenizer = Reviews.tokenizer
+    prompts, ids = [tokenizer.encode(problem["prompt"]) for problem, _ in responses], [r["ids"] for _, r in responses]
+    proxies = finished.reward_model.outcomes(Rollout.from_responses(prompts, ids)).tolist()
+    assert [response["scores"]["proxy"] for _, response in responses] == pytest.approx(proxies, rel=1e-4)
 
 
 def test_the_reward_model_is_found_in_the_runs_folder_and_in_its_own(finished):

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 
 import numpy as np
@@ -18,6 +19,7 @@ from nanorl.options import parse
 from nanorl.rollout import Rollout
 from nanorl.sampler import Sampler
 from nanorl.tasks import TASKS
+from nanorl.tasks.reviews import NOUNS, gold
 from nanorl.tasks.task import Problem
 from nanorl.tokenizer import Tokenizer
 
@@ -188,7 +190,7 @@ def test_the_ratio_of_a_policy_with_itself_is_1(task, gpt):
 def test_one_right_response_of_four_has_advantage_one_and_a_half_and_each_of_its_tokens_has_it(writing):
     # Rewards 1, 0, 0, 0: mean 1/4, sample standard deviation 1/2, so (1 - 1/4) / 1/2 and (0 - 1/4) / 1/2.
     rows = writing(["yes", "no", "nay", "never"])["problems"][0]["before"]
-    assert [row["reward"] for row in rows] == [1.0, 0.0, 0.0, 0.0]
+    assert [row["scores"]["reward"] for row in rows] == [1.0, 0.0, 0.0, 0.0]
     assert [row["right"] for row in rows] == [True, False, False, False]
     assert rows[0]["advantage"] == pytest.approx([1.5] * 3, rel=1e-3)
     assert rows[3]["advantage"] == pytest.approx([-0.5] * 5, rel=1e-3)
@@ -196,7 +198,75 @@ def test_one_right_response_of_four_has_advantage_one_and_a_half_and_each_of_its
 
 def test_the_parts_that_the_task_describes_stand_beside_the_reward(writing):
     rows = writing(["yes", "no"])["problems"][0]["before"]
-    assert [row["parts"] for row in rows] == [{"length": 3.0}, {"length": 2.0}]
+    assert [row["scores"] for row in rows] == [{"reward": 1.0, "length": 3.0}, {"reward": 0.0, "length": 2.0}]
+
+
+@pytest.fixture
+def two_gpts(tiny_gpt):
+    """Policies of the reviews."""
+    vocab_size = TASKS["reviews"].tokenizer.vocab_size
+    return [tiny_gpt(seed, vocab_size=vocab_size, max_context=40, dtype=torch.float64) for seed in (0, 1)]
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_where_nothing_is_verified_gold_and_proxy_have_their_names_and_nothing_is_right_or_has_an_advantage(
+    two_gpts, learned
+):
+    task = TASKS["reviews"]()
+    problems = task.held_out_problems(3)
+    proxy = (lambda rollout: rollout.lengths / 8) if learned else None
+    data = viewer.collect(*two_gpts, task, problems, samples=2, max_new_tokens=9, proxy=proxy)
+    for problem in data["problems"]:
+        assert problem.keys() == {"prompt", "before", "after"}  # no answer
+        for response in problem["before"] + problem["after"]:
+            assert response.keys().isdisjoint({"right", "advantage", "reward"})
+            expected = {"gold": gold(problem["prompt"], "".join(response["texts"]))}
+            expected |= {"proxy": len(response["ids"]) / 8} if learned else {}
+            assert response["scores"] == expected
+            assert len(response["logprob"]) == len(response["entropy"]) == len(response["ratio"]) > 0
+
+
+def shown_in_a_run(folder, task, policies, problems, before: dict, after: dict) -> dict:
+    checkpoint.save(folder / "checkpoint", 0, {"policy": policies[0]}, {})
+    how = {"samples": 1, "max_new_tokens": 3}
+    return read_back(viewer.write_run(folder, policies[1], task, problems, before, after, **how).read_text())
+
+
+def test_prompts_that_come_again_are_shown_once_and_spread_over_all_of_them(two_gpts, tmp_path):
+    task, evaluation = TASKS["reviews"](), {"gold": 1.0, "proxy": None}
+    problems = task.held_out_problems(512)
+    data = shown_in_a_run(tmp_path, task, two_gpts, problems, evaluation, {"gold": -2.0, "proxy": 3.0})
+    assert data["result"] == "gold 1.000 → -2.000, proxy nan → 3.000 on 512 held-out problems"
+    prompts = [problem["prompt"] for problem in data["problems"]]
+    assert len(set(prompts)) == 16 and prompts == sorted(prompts, key=task.prompts[True].index)
+    assert {prompt.split()[1] for prompt in prompts} == set(NOUNS)
+    few = viewer.spread(problems[:5])
+    assert few == problems[:5] == viewer.spread(few * 3)
+
+
+def test_problems_that_are_all_different_are_shown_from_the_first_on(task, gpt, tmp_path):
+    problems, evaluation = task.held_out_problems(40), {"accuracy": 0.5}
+    data = shown_in_a_run(tmp_path, task, [gpt(0), gpt(1)], problems, evaluation, evaluation)
+    assert [problem["prompt"] for problem in data["problems"]] == [problem.prompt for problem in problems[:16]]
+
+
+@pytest.mark.parametrize("fault", ["missing", "damaged"])
+def test_a_run_without_the_weights_of_step_0_ends_well_and_says_that_it_leaves_no_page(
+    fault, tmp_path, monkeypatch, capsys
+):
+    out = tmp_path / "run"
+
+    def lose_them(_):
+        first = out / "checkpoint" / checkpoint.FIRST
+        shutil.rmtree(first) if fault == "missing" else (first / "policy.safetensors").write_bytes(b"no")
+
+    monkeypatch.setattr(report, "draw_curves", lose_them)  # behind the last step, before the page
+    summary = train_grpo.main(train_grpo.Config(out=str(out), eval_problems=20, **TINY))
+    assert json.loads((out / "summary.json").read_text()) == summary
+    assert not (out / "samples.html").exists()
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("WARNING: samples.html, what changed token by token, is not written: ")
+    assert checkpoint.FIRST in last
 
 
 def test_tokens_outside_the_mask_have_no_numbers_and_change_none_of_the_others(writing, tiny_gpt):

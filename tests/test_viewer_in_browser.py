@@ -376,6 +376,38 @@ def test_a_click_on_a_prompt_and_the_buttons_lead_to_it(page):
     assert current == ["true" if i == 5 else "false" for i in range(16)]
 
 
+def test_where_nothing_is_verified_the_page_shows_gold_and_proxy_and_offers_neither_filter_nor_advantage(
+    page, tmp_path
+):
+    task, proxy = TASKS["reviews"](), lambda rollout: rollout.lengths / 8
+    shape = GPTConfig(task.tokenizer.vocab_size, width=16, layers=1, heads=2, max_context=40)
+    problems = viewer.spread(task.held_out_problems(100))
+    data = viewer.collect(GPT(shape), GPT(shape), task, problems, samples=3, max_new_tokens=9, proxy=proxy)
+    viewer.write(tmp_path / "samples.html", data, title="ppo-1", result="")
+    page.open(tmp_path / "samples.html")
+    assert page.all("#filter") == page.all(".right") == page.all(".wrong") == page.all(".answer") == []
+    assert [element.get_attribute("value") for element in page.all("#tint input")] == ["logprob", "entropy", "ratio"]
+    page.press("3", "w", "r")  # the last two do nothing
+    assert page.all("#after .token")[0].get_attribute("data-shown").startswith("ratio ")
+    for side in ("before", "after"):
+        scores = [response["scores"] for response in data["problems"][0][side]]
+        facts = [
+            number(x)
+            for x in re.findall(r"(?:gold|proxy) (\S+)", " ".join(e.text for e in page.all(f"#{side} .facts")))
+        ]
+        assert facts == pytest.approx([x for row in scores for x in (row["gold"], row["proxy"])], rel=6e-3)
+        means = re.fullmatch(r"mean gold (\S+), mean proxy (\S+)", page.text(f"#{side} h3 span")).groups()
+        expected = [sum(row[name] for row in scores) / 3 for name in ("gold", "proxy")]
+        assert [number(mean) for mean in means] == pytest.approx(expected, rel=6e-3)
+    for button, problem in zip(page.all("#overview button"), data["problems"], strict=True):
+        golds = [sum(r["scores"]["gold"] for r in problem[side]) / 3 for side in ("before", "after")]
+        *prompt, before, after = button.text.split("\n")
+        assert " ".join(prompt) == problem["prompt"].strip()
+        assert [number(before), number(after)] == pytest.approx(golds, rel=6e-3)
+    # All of each prompt can be read there: where it takes more than one line too.
+    assert page.js("[...document.querySelectorAll('#overview .code')].every((e) => e.scrollHeight <= e.clientHeight)")
+
+
 class Writing:
     tokenizer = Tokenizer.bytes()
 

@@ -189,7 +189,7 @@ def counted(name: str, which: int) -> list[str]:
     head, *lines = batch.splitlines()
     counts, gold, adjectives = [], [], Counter()
     for line in filter(None, lines):
-        prompt, _, response = line.rpartition("   reward ")[0].partition("  ")
+        prompt, _, response = line.rpartition("   ")[0].partition("  ")
         counts.append(count(prompt, response))
         gold.append(reviews.gold(prompt, response))
         adjectives.update(adjective for _, adjective in reviews.claims(response.split()))

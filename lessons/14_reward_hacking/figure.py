@@ -196,13 +196,13 @@ def samples(out: Path) -> dict[int, list[tuple[str, str, str]]]:
         if head := re.fullmatch(r"--- after (\d+) steps", line):
             found[int(head[1])] = batch = []
         else:
-            text, _, reward = line.rpartition("   reward ")
-            batch.append((*re.fullmatch(r"( the \w+ was(?: very)? \w+) (.*)", text).groups(), reward))
+            text, _, scores = line.rpartition("   ")  # gold 1  proxy 0.5
+            batch.append((*re.fullmatch(r"( the \w+ was(?: very)? \w+) (.*)", text).groups(), scores.split()[-1]))
     return found
 
 
-def shown(prompt: str, response: str, reward: str) -> list[str]:
-    return [f"*{prompt.strip()}* {response.strip()}", f"{float(reward):.2f}", f"{gold_of(prompt, response):.1f}"]
+def shown(prompt: str, response: str, proxy: str) -> list[str]:
+    return [f"*{prompt.strip()}* {response.strip()}", f"{float(proxy):.2f}", f"{gold_of(prompt, response):.1f}"]
 
 
 def of_responses(out: Path) -> str:

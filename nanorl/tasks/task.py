@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from nanorl.tokenizer import Tokenizer
 
@@ -38,6 +38,7 @@ class Task(Protocol):
         """Properties of a response worth a curve, by name; their means are logged."""
 
 
+@runtime_checkable
 class PreferenceTask(Task, Protocol):
     """Where no answer is right, but people like one better than another. `reward` is then a hidden score, to look at
     and never to train on."""
