@@ -12,32 +12,25 @@ same. TRL takes it at once; --accumulate 2 lets it do the same as we do.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("WANDB_DISABLED", "true")
 
 import torch
 
 from bench.sizes import SIZES, Size, make_gpt, make_llama, make_prompts
-from bench.timing import bf16_instructions, machine, matmul_rate, one_core
+from bench.timing import machine, matmul_rate, one_core
+from bench.trainers import DTYPES, EOS, WARMUP, in_turns, make_tokenizer, precisions
 from nanorl.advantages import group_advantages
 from nanorl.algorithms import ALGORITHMS
 from nanorl.optimizers import Optimizers
 from nanorl.sampler import Sampler
 from nanorl.scorer import score
-
-WARMUP = 2  # steps that are not counted
-EOS = 2
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def nanorl_step(size: Size, dtype: torch.dtype):
@@ -73,22 +66,9 @@ def nanorl_step(size: Size, dtype: torch.dtype):
 def trl_trainer(size: Size, bf16: bool, accumulate: int, callback):
     """TRL's trainer around the same architecture, its step timed by `callback`."""
     from datasets import Dataset
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
     from trl import GRPOConfig, GRPOTrainer
 
-    words = ["<pad>", "<bos>", "<eos>", "<unk>"] + [f"w{i}" for i in range(4, size.vocab)]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        padding_side="left",
-    )
-    prompts = [" ".join(words[i] for i in p) for p in make_prompts(size, size.groups * (WARMUP + size.steps))]
+    prompts = [" ".join(f"w{i}" for i in p) for p in make_prompts(size, size.groups * (WARMUP + size.steps))]
 
     def reward(completion_ids, **_):
         return [sum(i % 2 == 0 for i in ids) / max(len(ids), 1) for ids in completion_ids]
@@ -120,7 +100,7 @@ def trl_trainer(size: Size, bf16: bool, accumulate: int, callback):
         reward_funcs=reward,
         args=config,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
-        processing_class=tokenizer,
+        processing_class=make_tokenizer(size),
         callbacks=[callback],
     )
 
@@ -130,30 +110,14 @@ def turns(
 ) -> dict[str, float]:
     """Median seconds a step of each side, the steps taking turns."""
     run = nanorl_step(size, DTYPES[dtype]) if ours else lambda step: None
-    seconds = {"nanorl": [], "trl": []}
     if not theirs:
+        seconds = []
         for step in range(WARMUP + size.steps):
             began = time.perf_counter()
             run(step)
-            seconds["nanorl"].append(time.perf_counter() - began)
-        return {"nanorl": statistics.median(seconds["nanorl"][WARMUP:])}
-
-    from transformers import TrainerCallback
-
-    class Turns(TrainerCallback):
-        def on_train_begin(self, *_, **__):
-            gc.collect()
-            gc.freeze()  # collections would otherwise search all that was imported, in whoever's turn it is
-            self.began = time.perf_counter()
-
-        def on_step_end(self, args, state, *_, **__):
-            seconds["trl"].append(time.perf_counter() - self.began)
-            began = time.perf_counter()
-            run(state.global_step - 1)
-            self.began = time.perf_counter()
-            seconds["nanorl"].append(self.began - began)
-
-    trl_trainer(size, trl_bf16, accumulate, Turns()).train()
+            seconds.append(time.perf_counter() - began)
+        return {"nanorl": statistics.median(seconds[WARMUP:])}
+    seconds = in_turns(partial(trl_trainer, size, trl_bf16, accumulate), run)
     return {side: statistics.median(values[WARMUP:]) for side, values in seconds.items()}
 
 
@@ -194,9 +158,7 @@ def main() -> None:
     for name in args.sizes:
         size = SIZES[name]
         print(f"\n{name}: {size}\n{'nanorl':>10}{'TRL':>10}{'seconds':>10}{'TRL':>8}{'ratio':>8}")
-        for dtype, trl_bf16 in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
-            if dtype == "bfloat16" and not bf16_instructions():
-                continue
+        for dtype, trl_bf16 in precisions():
             s = turns(size, dtype, trl_bf16, args.accumulate)
             other = "bfloat16" if trl_bf16 else "float32"
             print(f"{dtype:>10}{other:>10}{s['nanorl']:10.3f}{s['trl']:8.3f}{s['nanorl'] / s['trl']:8.2f}")

@@ -33,8 +33,8 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 import torch
 
 from bench.sizes import SIZES, Size, make_gpt, make_llama, make_prompts, make_reference, make_reward_model
-from bench.timing import bf16_instructions, machine, one_core
-from bench.trainers import CPU_TIME, copy_weights, in_turns, make_tokenizer
+from bench.timing import machine, one_core
+from bench.trainers import CPU_TIME, DTYPES, WARMUP, copy_weights, in_turns, make_tokenizer, precisions
 from nanorl.advantages import gae, place_rewards, whiten
 from nanorl.kl import kl_estimate
 from nanorl.losses import ppo_loss, value_loss
@@ -45,12 +45,10 @@ from nanorl.rollout import Rollout
 from nanorl.sampler import Sampler
 from nanorl.scorer import score
 
-WARMUP = 2  # steps that are not counted
 LEARNING_RATE = 1e-4
 BETA, GAMMA, LAM = 0.05, 1.0, 0.95
 CHECKED_STEPS = 2
 TOLERANCE = 1e-4
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COMPARED = {  # ours -> in TRL's log
     "score": "objective/scores",
     "kl": "objective/kl",
@@ -59,7 +57,7 @@ COMPARED = {  # ours -> in TRL's log
 }
 
 
-def nanorl_step(size: Size, dtype: torch.dtype, epochs: int = 1) -> Callable[..., dict[str, float]]:
+def nanorl_step(size: Size, dtype: torch.dtype, steps: int, epochs: int = 1) -> Callable[..., dict[str, float]]:
     """One step of train_ppo.py's loop at this size, as a function of its number and perhaps of given responses. A
     single epoch is one update, which uses the forward passes of the advantages as the script does."""
     at_once = epochs == 1
@@ -69,7 +67,7 @@ def nanorl_step(size: Size, dtype: torch.dtype, epochs: int = 1) -> Callable[...
     reward_model.to(dtype).requires_grad_(False)
     optimizers = [Optimizers(model, LEARNING_RATE, muon=False) for model in (policy, critic)]
     sampler = Sampler(policy)
-    prompts = make_prompts(size, size.rows * (WARMUP + size.steps))
+    prompts = make_prompts(size, size.rows * steps)
 
     def run(step: int, rollout: Rollout | None = None) -> dict[str, float]:
         if rollout is None:
@@ -115,12 +113,13 @@ def nanorl_step(size: Size, dtype: torch.dtype, epochs: int = 1) -> Callable[...
     return run
 
 
-def trl_trainer(size: Size, bf16: bool, epochs: int, logs: list[dict], sampled: list[torch.Tensor], callback):
+def trl_trainer(
+    size: Size, bf16: bool, steps: int, epochs: int, logs: list[dict], sampled: list[torch.Tensor], callback
+):
     """TRL's trainer around the same weights; it adds each step's log to `logs` and its ids (B, P + T) to `sampled`."""
     from datasets import Dataset
     from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
-    steps = WARMUP + size.steps
     tokenizer = make_tokenizer(size)
     # Everything that the models can say is a real token: padding gets an id behind the vocabulary, and none stops.
     tokenizer.add_special_tokens({"pad_token": "<behind>"})
@@ -189,10 +188,9 @@ def given(ids: torch.Tensor, size: Size) -> Rollout:
 
 def check(size: Size, epochs: int) -> dict[str, float]:
     """How far the two differ when they learn from the same responses: the largest distance of each number compared."""
-    size = replace(size, steps=CHECKED_STEPS - WARMUP)
-    step = nanorl_step(size, torch.float32, epochs)
+    step = nanorl_step(size, torch.float32, CHECKED_STEPS, epochs)
     ours, theirs, sampled = [], [], []
-    make_trainer = partial(trl_trainer, size, False, epochs, theirs, sampled)
+    make_trainer = partial(trl_trainer, size, False, CHECKED_STEPS, epochs, theirs, sampled)
     with mock.patch("nanorl.optimizers.MAX_GRAD_NORM", math.inf):
         in_turns(make_trainer, lambda i: ours.append(step(i, given(sampled[i], size))))
     return {
@@ -203,9 +201,9 @@ def check(size: Size, epochs: int) -> dict[str, float]:
 
 def turns(size: Size, dtype: str, trl_bf16: bool, clock: Callable[[], float]) -> dict[str, float]:
     """Median seconds a step of each side."""
-    sampled = []
-    make_trainer = partial(trl_trainer, size, trl_bf16, 1, [], sampled)
-    seconds = in_turns(make_trainer, nanorl_step(size, DTYPES[dtype]), clock)
+    steps, sampled = WARMUP + size.steps, []
+    make_trainer = partial(trl_trainer, size, trl_bf16, steps, 1, [], sampled)
+    seconds = in_turns(make_trainer, nanorl_step(size, DTYPES[dtype], steps), clock)
     if any(ids.shape != (size.rows, size.prompt + size.new) for ids in sampled):
         raise SystemExit("TRL's responses have another length")
     return {side: statistics.median(values[WARMUP:]) for side, values in seconds.items()}
@@ -233,9 +231,7 @@ def main() -> None:
         if args.check:
             continue
         print(f"{'nanorl':>10}{'TRL':>10}{'seconds':>10}{'TRL':>8}{'ratio':>8}")
-        for dtype, trl_bf16 in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
-            if dtype == "bfloat16" and not bf16_instructions():
-                continue
+        for dtype, trl_bf16 in precisions():
             s = turns(size, dtype, trl_bf16, clock)
             other = "bfloat16" if trl_bf16 else "float32"
             print(f"{dtype:>10}{other:>10}{s['nanorl']:10.3f}{s['trl']:8.3f}{s['nanorl'] / s['trl']:8.2f}", flush=True)

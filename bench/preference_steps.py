@@ -22,8 +22,8 @@ from functools import partial
 import torch
 
 from bench.sizes import SIZES, Size, make_gpt, make_llama, make_prompts, make_reference, make_reward_model
-from bench.timing import bf16_instructions, machine, one_core
-from bench.trainers import CPU_TIME, EOS, copy_weights, in_turns, make_tokenizer
+from bench.timing import machine, one_core
+from bench.trainers import CPU_TIME, DTYPES, EOS, WARMUP, copy_weights, in_turns, make_tokenizer, precisions
 from nanorl.losses import bradley_terry_loss, dpo_loss
 from nanorl.losses.aggregate import sequence_logprobs
 from nanorl.model import GPT
@@ -31,10 +31,8 @@ from nanorl.optimizers import Optimizers
 from nanorl.preferences import Pair, batch_of
 from nanorl.scorer import score
 
-WARMUP = 2  # steps that are not counted
 LEARNING_RATE = 1e-4
 BETA = 0.1
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE = 1e-4  # of float32 losses after some updates
 KINDS = ["dpo", "dpo, precomputed", "reward"]
 
@@ -195,9 +193,7 @@ def main() -> None:
         print(f"\n{name}: {size.rows // 2} pairs, {size}")
         print(f"{'':18}{'nanorl':>10}{'TRL':>10}{'seconds':>10}{'TRL':>8}{'ratio':>8}  losses differ by")
         for kind in args.kind or KINDS:
-            for dtype, trl_bf16 in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
-                if dtype == "bfloat16" and not bf16_instructions():
-                    continue
+            for dtype, trl_bf16 in precisions():
                 s, distance = turns(kind, size, dtype, trl_bf16, clock)
                 other = "bfloat16" if trl_bf16 else "float32"
                 print(

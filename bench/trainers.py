@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,8 +16,11 @@ os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 import torch
 
 from bench.sizes import Size
+from bench.timing import bf16_instructions
 from nanorl.model import GPT
 
+WARMUP = 2  # steps that are not counted
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CPU_TIME = "count the processor's seconds instead of the clock's: steadier on a busy machine"
 EOS = 2
 CONTROL = ["<pad>", "<bos>", "<eos>", "<unk>"]
@@ -38,6 +41,14 @@ OUTSIDE = {
     "head_weight": "lm_head.weight",
     "score_weight": "score.weight",
 }
+
+
+def precisions() -> Iterator[tuple[str, bool]]:
+    """What is timed: our dtype, and whether TRL takes bfloat16. Against bfloat16 of ours both of TRL's,
+    of which the faster counts."""
+    yield "float32", False
+    if bf16_instructions():
+        yield from (("bfloat16", False), ("bfloat16", True))
 
 
 @torch.no_grad()
