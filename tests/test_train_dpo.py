@@ -11,15 +11,13 @@ import math
 import re
 import shlex
 import shutil
-import signal
 import sys
-import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from script_runs import ctrl_c, digest, equal, metrics, resume, weights
 from torch import Tensor
 
 import train_dpo
@@ -27,7 +25,7 @@ from nanorl import checkpoint, report, sft
 from nanorl.errors import Interrupted, RunError
 from nanorl.losses import dpo_loss, ipo_loss
 from nanorl.optimizers import Optimizers
-from nanorl.options import command_line, parse
+from nanorl.options import command_line
 from nanorl.preferences import collect_pairs, rows_of_step
 from nanorl.rollout import Rollout
 from nanorl.tasks.reviews import Reviews
@@ -70,33 +68,6 @@ def train(tmp_path):
         return out
 
     return train
-
-
-def resume(out: Path, *arguments: str) -> dict:
-    return train_dpo.main(parse(train_dpo.Config, None, ["--out", str(out), "--resume", *arguments]))
-
-
-def metrics(out: Path) -> list[dict]:
-    """The lines of metrics.jsonl without times."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
-
-
-def weights(out: Path, model: str = "policy") -> dict[str, Tensor]:
-    return load_file(checkpoint.latest(out / "checkpoint") / f"{model}.safetensors")
-
-
-def equal(a, b) -> bool:
-    """Bit by bit."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return a.dtype == b.dtype and torch.equal(a, b) if isinstance(a, Tensor) else a == b
-
-
-def digest(model: torch.nn.Module) -> int:
-    return zlib.crc32(b"".join(value.numpy().tobytes() for value in model.state_dict().values()))
 
 
 def watched(patched: pytest.MonkeyPatch) -> SimpleNamespace:
@@ -339,14 +310,14 @@ def test_a_resumed_run_goes_on_with_its_own_pairs_whatever_became_of_the_file(tr
     path.write_text(json.dumps(row))
     out = train(pairs=str(path), batch=1, steps=1)
     path.write_text(json.dumps(row | {"chosen": " dull .", "rejected": " ."}))
-    resume(out, "--steps", "2")
+    resume(train_dpo, out, "--steps", "2")
     path.unlink()
-    resume(out, "--steps", "3")
+    resume(train_dpo, out, "--steps", "3")
     references = [(chosen.item(), rejected.item()) for (_, _, chosen, rejected), _ in seen.calls]
     assert references[0] == references[1] == references[2] and references[0][0] != references[0][1]
     (out / "pairs.json").write_text("{")
     with pytest.raises(RunError, match=r"pairs\.json is damaged"):
-        resume(out, "--steps", "4")
+        resume(train_dpo, out, "--steps", "4")
 
 
 @pytest.mark.parametrize("length_normalized", [False, True])
@@ -384,23 +355,6 @@ def test_the_labeller_of_the_option_is_the_one_who_is_asked(train, monkeypatch):
 # ---- stopping and going on
 
 
-@contextlib.contextmanager
-def ctrl_c(where, name: str, when):
-    """A real signal just before the call of `where.name` whose arguments fulfil `when`, once."""
-    function, sent = getattr(where, name), []
-
-    def call(*given, **keywords):
-        if not sent and when(*given, **keywords):
-            sent.append(True)
-            signal.raise_signal(signal.SIGINT)
-        return function(*given, **keywords)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(where, name, call)
-        yield
-    assert sent
-
-
 WHOLE = {"warm_start_steps": 2, "steps": 4, "save_every": 3, "eval_every": 2}
 STOPS = {  # what is called there, and the message
     "warm start": (sft, "demonstrations", lambda task, n, key: key.endswith(" 1"), "stopped in the warm start, which"),
@@ -415,7 +369,7 @@ def test_trap_f1_interrupted_and_resumed_the_run_ends_bit_by_bit_where_it_would_
     out = tmp_path / "stopped" / "run"  # beside no warm start of the other
     with ctrl_c(place, name, when), pytest.raises(Interrupted, match=message):
         train_dpo.main(train_dpo.Config(out=str(out), **(TINY | WHOLE)))
-    resume(out)
+    resume(train_dpo, out)
     ends = []
     for run in (out, train(**WHOLE)):
         newest = checkpoint.latest(run / "checkpoint")
@@ -432,7 +386,7 @@ def test_a_bfloat16_run_resumes_bit_by_bit(train):
     chosen = {"dtype": "bfloat16", "steps": 2, "save_every": 1}
     whole, cut = train(**chosen), train(**chosen)
     shutil.rmtree(cut / "checkpoint" / "step_000002")
-    resume(cut)
+    resume(train_dpo, cut)
     assert equal(weights(cut), weights(whole))
     assert {value.dtype for value in weights(cut).values()} == {torch.bfloat16}
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from script_runs import digest, equal, lines_of, metrics, resume, weights
 
 import train_grpo
 from nanorl import checkpoint, report
@@ -24,7 +25,6 @@ from nanorl.errors import RunError
 from nanorl.losses import grpo_loss
 from nanorl.model import GPT, GPTConfig, frozen_copy, require_separate
 from nanorl.optimizers import Optimizers
-from nanorl.options import parse
 from nanorl.reward_model import RewardModel
 from nanorl.sampler import Sampler
 from nanorl.tasks.chain import ChainArithmetic
@@ -65,31 +65,9 @@ def train(tmp_path):
     return train
 
 
-def resume(out: Path) -> None:
-    train_grpo.main(parse(train_grpo.Config, None, ["--out", str(out), "--resume"]))
-
-
-def metrics(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights(out: Path, step: int | None = None, model: str = "policy") -> dict[str, torch.Tensor]:
-    at = checkpoint.latest(out / "checkpoint") if step is None else out / "checkpoint" / f"step_{step:06d}"
-    return load_file(at / f"{model}.safetensors")
-
-
 def optimizer_state(out: Path, step: int) -> list[dict]:
     path = out / "checkpoint" / f"step_{step:06d}" / "training.pt"
     return [part["state"] for part in torch.load(path, weights_only=True)["optimizers"][0]["parts"]]
-
-
-def equal(a, b) -> bool:
-    """Bit by bit."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return a.dtype == b.dtype and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 def leaves(value):
@@ -154,7 +132,7 @@ def test_the_summary_holds_the_evaluations_before_and_after_seconds_and_seed(fin
     for name in ("eval_before", "eval_after"):
         assert EVALUATION | {"pass@2", "pass@4"} <= summary[name].keys()
         assert summary[name]["problems"] == 8
-    assert summary["eval_before"] == metrics(finished[0])[0]["eval"]
+    assert summary["eval_before"] == lines_of(finished[0])[0]["eval"]
     seconds = summary["seconds"]
     assert min(seconds[name] for name in ("warm_start", "train", "eval", "total")) > 0
     parts = seconds["warm_start"] + seconds["train"] + seconds["eval"]
@@ -204,7 +182,7 @@ LOGGED = {  # trap H.3, and what the contract adds
 
 
 def test_trap_h3_every_step_logs_what_tells_learning_from_not_learning(finished):
-    lines = metrics(finished[0])
+    lines = lines_of(finished[0])
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     for line in lines:
         assert line.keys() - {"eval"} == LOGGED
@@ -224,7 +202,7 @@ def test_trap_h3_every_step_logs_what_tells_learning_from_not_learning(finished)
 def test_what_is_logged_of_rewards_and_lengths_agrees_with_counting(finished):
     out, _, rollouts = finished
     task = ChainArithmetic()
-    for line, rollout in zip(metrics(out), rollouts, strict=True):
+    for line, rollout in zip(lines_of(out), rollouts, strict=True):
         eos = task.tokenizer.eos_id
         rows = [row.tolist() for row in rollout.tokens]
         lengths = [row.index(eos) + 1 if eos in row else task.max_new_tokens for row in rows]
@@ -276,7 +254,7 @@ def test_the_entropy_that_is_logged_is_that_of_the_policy_that_sampled(train, mo
     _, _, rollout, *_ = rollouts  # behind the two of the evaluation
     task = ChainArithmetic()
     policy = GPT(GPTConfig(task.tokenizer.vocab_size, width=16, layers=1, heads=2, max_context=40)).double()
-    policy.load_state_dict(weights(out, 0))
+    policy.load_state_dict(weights(out, step=0))
     entropies = []
     with torch.no_grad():
         for prompt, row, n in zip(rollout.prompts, rollout.tokens, rollout.lengths.tolist(), strict=True):
@@ -285,7 +263,7 @@ def test_the_entropy_that_is_logged_is_that_of_the_policy_that_sampled(train, mo
             for position in range(len(prompt) - 1, len(ids) - 1):
                 p = logits[position].softmax(-1)
                 entropies.append(-float((p * p.log()).sum()))
-    assert metrics(out)[0]["entropy"] == pytest.approx(statistics.mean(entropies), rel=1e-9)
+    assert lines_of(out)[0]["entropy"] == pytest.approx(statistics.mean(entropies), rel=1e-9)
 
 
 # ---- the loss on-policy
@@ -294,7 +272,7 @@ def test_the_entropy_that_is_logged_is_that_of_the_policy_that_sampled(train, mo
 def test_trap_h3_the_loss_on_policy_is_zero_while_the_gradient_is_not(train):
     """Advantages of a group sum to zero and every ratio is 1, so the sequence mean is 0: that says nothing about
     learning."""
-    for line in metrics(train()):
+    for line in lines_of(train()):
         assert abs(line["loss"]) <= 1e-6
         assert line["grad_norm"] > 1e-3 and line["reward_std"] > 0
 
@@ -302,7 +280,9 @@ def test_trap_h3_the_loss_on_policy_is_zero_while_the_gradient_is_not(train):
 def test_the_policy_learns_what_is_rewarded(train, monkeypatch):
     """From scratch, without a warm start: answers that begin with a 7."""
     monkeypatch.setattr(ChainArithmetic, "reward", lambda task, problem, response: float(response.startswith("7")))
-    lines = metrics(train(steps=30, warm_start_steps=0, max_new_tokens=2, prompts=4, group_size=16, learning_rate=0.01))
+    lines = lines_of(
+        train(steps=30, warm_start_steps=0, max_new_tokens=2, prompts=4, group_size=16, learning_rate=0.01)
+    )
     assert statistics.mean(line["reward"] for line in lines[:3]) < 0.2
     assert statistics.mean(line["reward"] for line in lines[-3:]) > 0.8
 
@@ -313,10 +293,7 @@ def test_the_policy_learns_what_is_rewarded(train, monkeypatch):
 def test_the_same_seed_gives_the_same_run_and_another_one_another(train):
     first, again, other = train(), train(), train(seed=1)
     assert equal(weights(first), weights(again)) and not equal(weights(first), weights(other))
-    timeless = [
-        [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in metrics(out)]
-        for out in (first, again, other)
-    ]
+    timeless = [metrics(out) for out in (first, again, other)]
     assert timeless[0] == timeless[1] != timeless[2]
 
 
@@ -361,7 +338,7 @@ def test_float64_is_the_type_of_weights_moments_and_loss(train):
         m for part in optimizer_state(out, 3) for state in part.values() for n, m in state.items() if n != "step"
     ]
     assert moments and {moment.dtype for moment in moments} == {torch.float64}
-    for line in metrics(out):
+    for line in lines_of(out):
         assert abs(line["loss"]) < 1e-12 and line["mismatch"] < 1e-12
 
 
@@ -393,7 +370,7 @@ def test_the_micro_batch_size_never_changes_a_gradient(beta, train, monkeypatch)
 def test_the_micro_batch_size_never_changes_metrics_or_weights(train):
     runs = {size: train(dtype="float64", beta=0.04, steps=2, micro_batch=size) for size in (None, 1, 3)}
     for size in (1, 3):
-        for line, expected in zip(metrics(runs[size]), metrics(runs[None]), strict=True):
+        for line, expected in zip(lines_of(runs[size]), lines_of(runs[None]), strict=True):
             for name in LOGGED - {"seconds", "tokens_per_second"}:
                 assert line[name] == pytest.approx(expected[name], rel=1e-8, abs=1e-12), name
         for name, value in weights(runs[size]).items():
@@ -401,7 +378,7 @@ def test_the_micro_batch_size_never_changes_metrics_or_weights(train):
 
 
 def test_the_learning_rate_is_constant_and_then_falls_to_almost_nothing(train):
-    rates = [line["learning_rate"] for line in metrics(train(steps=5, learning_rate=0.01))]
+    rates = [line["learning_rate"] for line in lines_of(train(steps=5, learning_rate=0.01))]
     assert rates == pytest.approx([0.01, 0.01, 0.0075, 0.005, 0.0025])
 
 
@@ -426,10 +403,6 @@ def test_trap_f4_a_reference_that_could_learn_is_an_error():
         require_separate(policy, reference)
 
 
-def digest(model: GPT) -> int:
-    return zlib.crc32(b"".join(weight.detach().numpy().tobytes() for weight in model.state_dict().values()))
-
-
 def test_trap_f4_the_reference_is_a_copy_that_stays_as_it_is(train, monkeypatch):
     seen = {}
 
@@ -450,7 +423,7 @@ def test_trap_f4_the_reference_is_a_copy_that_stays_as_it_is(train, monkeypatch)
 
 
 def test_trap_f4_the_kl_to_the_reference_is_exactly_0_before_the_first_update_and_positive_after_it(finished):
-    first, *rest = [line["kl_ref"] for line in metrics(finished[0])]
+    first, *rest = [line["kl_ref"] for line in lines_of(finished[0])]
     assert first == 0 and min(rest) > 0
 
 
@@ -470,17 +443,17 @@ def test_trap_f4_the_reference_survives_a_resume(train, monkeypatch, tmp_path):
         train(steps=4, save_every=2, eval_every=2, beta=0.04)
     out = tmp_path / "run-1"
     assert checkpoint.latest(out / "checkpoint").name == "step_000002"
-    resume(out)
+    resume(train_grpo, out)
     assert equal(weights(out, model="reference"), weights(whole, model="reference"))
     assert equal(weights(out), weights(whole))
-    assert [line["kl_ref"] for line in metrics(out)] == [line["kl_ref"] for line in metrics(whole)]
+    assert [line["kl_ref"] for line in lines_of(out)] == [line["kl_ref"] for line in lines_of(whole)]
 
 
 def test_without_beta_there_is_no_reference(train, monkeypatch):
     monkeypatch.setattr(train_grpo, "frozen_copy", None)
     out = train()
     assert not (checkpoint.latest(out / "checkpoint") / "reference.safetensors").exists()
-    assert "kl_ref" not in metrics(out)[0]
+    assert "kl_ref" not in lines_of(out)[0]
 
 
 # ---- updates that are not finite
@@ -509,26 +482,26 @@ SPOILED = {
 def test_an_update_that_is_not_finite_never_reaches_weights_or_moments(how, train, monkeypatch):
     spoil(monkeypatch, {2}, SPOILED[how])
     out = train(save_every=1)  # three steps, the last one spoiled
-    line = metrics(out)[2]
+    line = lines_of(out)[2]
     assert line["skipped_updates"] == 1 and (line["loss"] is None or line["grad_norm"] is None)
     if how.startswith("gradient"):
         assert line["loss"] is not None
-    assert equal(weights(out, 3), weights(out, 2))
+    assert equal(weights(out, step=3), weights(out, step=2))
     assert equal(optimizer_state(out, 3), optimizer_state(out, 2)) and optimizer_state(out, 3)[0]
 
 
 def test_after_an_update_was_skipped_the_next_one_is_taken(train, monkeypatch):
     spoil(monkeypatch, {1}, SPOILED["loss nan"])
     out = train(save_every=1)
-    assert [line["skipped_updates"] for line in metrics(out)] == [0, 1, 1]
-    assert not equal(weights(out, 3), weights(out, 2))
+    assert [line["skipped_updates"] for line in lines_of(out)] == [0, 1, 1]
+    assert not equal(weights(out, step=3), weights(out, step=2))
     assert all(value.isfinite().all() for value in weights(out).values())
 
 
 def test_one_bad_micro_batch_spoils_the_update_and_no_more(train, monkeypatch):
     spoil(monkeypatch, {3}, SPOILED["gradient nan"])  # of the second step's two micro-batches the last one
     out = train(save_every=1, micro_batch=4)
-    assert [line["skipped_updates"] for line in metrics(out)] == [0, 1, 1]
+    assert [line["skipped_updates"] for line in lines_of(out)] == [0, 1, 1]
     assert all(value.isfinite().all() for value in weights(out).values())
 
 
@@ -537,7 +510,7 @@ def test_five_bad_updates_in_a_row_stop_the_run_and_keep_its_last_good_state(tra
     with pytest.raises(RunError, match=r"5 updates in a row had a loss or gradient that is not finite \(loss nan"):
         train(steps=20, save_every=1)
     out = tmp_path / "run-0"
-    assert [line["skipped_updates"] for line in metrics(out)] == [0, 0, 0, 1, 2, 3, 4]
+    assert [line["skipped_updates"] for line in lines_of(out)] == [0, 0, 0, 1, 2, 3, 4]
     assert checkpoint.latest(out / "checkpoint").name == "step_000007"
     assert all(value.isfinite().all() for value in weights(out).values())
 
@@ -545,7 +518,7 @@ def test_five_bad_updates_in_a_row_stop_the_run_and_keep_its_last_good_state(tra
 def test_four_bad_updates_and_a_good_one_go_on(train, monkeypatch):
     spoil(monkeypatch, {0, 1, 2, 3, 5, 6, 7, 8}, SPOILED["gradient inf"])
     out = train(steps=10)
-    assert [line["skipped_updates"] for line in metrics(out)] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
+    assert [line["skipped_updates"] for line in lines_of(out)] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
 
 
 def test_a_resumed_run_still_counts_the_bad_updates_before_it(train, monkeypatch, tmp_path):
@@ -554,21 +527,21 @@ def test_a_resumed_run_still_counts_the_bad_updates_before_it(train, monkeypatch
         train(steps=9, save_every=1)
     spoil(monkeypatch, {0}, SPOILED["loss nan"])
     with pytest.raises(RunError, match="5 updates in a row"):
-        resume(tmp_path / "run-0")
+        resume(train_grpo, tmp_path / "run-0")
 
 
 def test_the_page_on_metrics_explains_each_logged_number(train):
     page = (Path(train_grpo.__file__).parent / "docs" / "metrics.md").read_text()
     explained = set(re.findall(r"`([\w.@]+)`", page))
     explained |= {f"eval.{name}_{end}" for name in ("accuracy", "accuracy_greedy") for end in ("low", "high")}
-    line = metrics(train(beta=0.04))[0]
+    line = lines_of(train(beta=0.04))[0]
     logged = set(line) - {"eval"} | {f"eval.{name}" for name in line["eval"]}
     logged = {re.sub(r"@\d+", "@k", name) for name in logged}
     assert logged <= explained
 
 
 def test_with_several_epochs_the_ratio_leaves_1_and_clipping_acts(train):
-    once, thrice = (metrics(train(learning_rate=0.02, epochs=epochs)) for epochs in (1, 3))
+    once, thrice = (lines_of(train(learning_rate=0.02, epochs=epochs)) for epochs in (1, 3))
     assert all(line["ratio"] == pytest.approx(1, abs=1e-5) for line in once)
     assert all(line["clip_fraction_low"] == line["clip_fraction_high"] == 0 for line in once)
     teaching = [line for line in thrice if line["grad_norm"] > 0]
@@ -600,7 +573,7 @@ def test_updates_per_rollout_are_disjoint_parts_with_the_old_log_probs_of_before
     assert [denominator for *_, denominator in seen_updates] == [4, 4, 4, 4]
     distance = [(new - old).abs().max().item() for _, old, new, _ in seen_updates]
     assert distance[0] == 0 and min(distance[1:]) > 1e-4  # the first update moves the policy away from the others' old
-    (line,) = metrics(out)
+    (line,) = lines_of(out)
     assert line["mismatch"] < 1e-5  # looked at before any update: later it would hold the drift
 
 
@@ -619,7 +592,7 @@ def test_micro_batches_change_nothing_with_several_updates_a_rollout(train):
 
 
 def test_gspo_takes_four_updates_a_rollout_and_its_ratio_leaves_1(train):
-    lines = metrics(train(algo="gspo", prompts=4, learning_rate=0.02))
+    lines = lines_of(train(algo="gspo", prompts=4, learning_rate=0.02))
     assert all(abs(line["ratio"] - 1) > 1e-6 for line in lines if line["grad_norm"] > 0)
 
 
@@ -631,8 +604,8 @@ def test_more_updates_than_prompts_are_an_error(train):
 @pytest.mark.parametrize("algo", ["grpo", "dr_grpo", "dapo", "gspo", "gspo_token", "reinforce", "cispo"])
 def test_every_algorithm_trains(algo, train):
     out = train(algo=algo, importance_cap=2.0)
-    assert all(math.isfinite(line["loss"]) for line in metrics(out))
-    assert not equal(weights(out, 0), weights(out))
+    assert all(math.isfinite(line["loss"]) for line in lines_of(out))
+    assert not equal(weights(out, step=0), weights(out))
 
 
 # ---- the rest of DAPO
@@ -657,7 +630,7 @@ def test_dynamic_sampling_replaces_groups_of_equal_reward(train, monkeypatch, se
     monkeypatch.setattr(train_grpo, "evaluate", lambda *_, **__: EVALUATED)
     monkeypatch.setattr(report, "describe_evaluation", lambda *_: "")
     monkeypatch.setattr(report.viewer, "write_run", lambda *_, **__: "")
-    lines = metrics(train(extras=["dynamic_sampling"], prompts=4, steps=3))
+    lines = lines_of(train(extras=["dynamic_sampling"], prompts=4, steps=3))
     assert [rows for rows, *_ in seen_updates] == [16] * 3  # four groups of four, all of which teach
     assert max(line["sampling_rounds"] for line in lines) > 1
     assert all(0 < line["zero_variance_share"] < 1 for line in lines)  # of all that was sampled
@@ -666,9 +639,9 @@ def test_dynamic_sampling_replaces_groups_of_equal_reward(train, monkeypatch, se
 def test_dynamic_sampling_gives_up_after_its_last_round_and_moves_nothing(train, monkeypatch):
     monkeypatch.setattr(ChainArithmetic, "reward", lambda *_: 1.0)
     out = train(extras=["dynamic_sampling"], steps=1)
-    (line,) = metrics(out)
+    (line,) = lines_of(out)
     assert line["sampling_rounds"] == train_grpo.MAX_ROUNDS and line["grad_norm"] == 0
-    assert equal(weights(out, 0), weights(out))
+    assert equal(weights(out, step=0), weights(out))
 
 
 def test_where_no_group_teaches_the_batch_is_as_large_as_ever(train, monkeypatch, seen_updates):
@@ -702,7 +675,7 @@ def test_overlong_filtering_leaves_truncated_responses_out_of_the_loss(train, mo
         return row.loss(logprobs, old_logprobs, advantages, mask, denominator=denominator)
 
     monkeypatch.setitem(train_grpo.ALGORITHMS, "grpo", dataclasses.replace(row, loss=loss))
-    (line,) = metrics(train(extras=["overlong_filtering"], steps=1, prompts=8, max_new_tokens=8))
+    (line,) = lines_of(train(extras=["overlong_filtering"], steps=1, prompts=8, max_new_tokens=8))
     assert 0 < line["truncated_share"] < 1
     left = round((1 - line["truncated_share"]) * 32)
     assert masks == [(left, left)]
@@ -710,7 +683,7 @@ def test_overlong_filtering_leaves_truncated_responses_out_of_the_loss(train, mo
 
 def test_where_every_response_is_filtered_a_mean_over_tokens_is_null_and_no_weight_moves(train):
     out = train(extras=["overlong_filtering"], steps=1, max_new_tokens=1, prompts=1, group_size=2)
-    (line,) = metrics(out)
+    (line,) = lines_of(out)
     assert line["truncated_share"] == 1
     assert [line[name] for name in ("entropy", "mismatch", "ratio", "kl_old")] == [None] * 4
     assert line["loss"] == line["grad_norm"] == 0 and equal(weights(out), weights(out, step=0))
@@ -720,7 +693,7 @@ def test_the_overlong_penalty_enters_the_advantages_and_leaves_the_logged_reward
     monkeypatch.setattr(ChainArithmetic, "reward", lambda *_: 0.0)
     # With a buffer of one token nothing but a response of the full length is penalised.
     with_it, without = (
-        metrics(train(extras=e, steps=1, max_new_tokens=8))[0] for e in (["overlong_penalty"], ["none"])
+        lines_of(train(extras=e, steps=1, max_new_tokens=8))[0] for e in (["overlong_penalty"], ["none"])
     )
     assert 0 < with_it["truncated_share"] < 1 and with_it["reward"] == without["reward"] == 0
     assert with_it["grad_norm"] > 0 == without["grad_norm"]
@@ -728,7 +701,7 @@ def test_the_overlong_penalty_enters_the_advantages_and_leaves_the_logged_reward
 
 def test_dynamic_sampling_judges_a_group_by_the_tasks_rewards_and_not_by_lengths(train, monkeypatch):
     monkeypatch.setattr(ChainArithmetic, "reward", lambda *_: 0.0)
-    (line,) = metrics(train(extras=["dynamic_sampling", "overlong_penalty"], steps=1, max_new_tokens=8))
+    (line,) = lines_of(train(extras=["dynamic_sampling", "overlong_penalty"], steps=1, max_new_tokens=8))
     assert line["sampling_rounds"] == train_grpo.MAX_ROUNDS and line["zero_variance_share"] == 1
 
 
@@ -748,7 +721,7 @@ def test_an_option_that_the_loss_does_not_have_is_an_error_before_any_work(train
 def test_in_bfloat16_the_first_ratio_is_1_and_the_mismatch_with_the_sampler_is_logged(train):
     out = train(dtype="bfloat16")
     assert {value.dtype for value in weights(out).values()} == {torch.bfloat16}
-    for line in metrics(out):
+    for line in lines_of(out):
         assert (
             line["ratio"] == pytest.approx(1, abs=1e-6) and line["kl_old"] == 0
         )  # the scored log-probs are the old ones
@@ -759,7 +732,7 @@ def test_a_bfloat16_run_resumes_bit_by_bit_with_its_float32_masters(train):
     chosen = {"dtype": "bfloat16", "steps": 4, "save_every": 2, "learning_rate": 1e-4}  # below what bfloat16 resolves
     whole, cut = train(**chosen), train(**chosen)
     shutil.rmtree(cut / "checkpoint" / "step_000004")
-    resume(cut)
+    resume(train_grpo, cut)
     assert equal(weights(cut), weights(whole))
     saved = [torch.load(checkpoint.latest(o / "checkpoint") / "training.pt", weights_only=True) for o in (whole, cut)]
     masters, again = (state["optimizers"][0]["masters"] for state in saved)
@@ -822,7 +795,7 @@ def test_the_reward_is_the_reward_models_and_the_hidden_score_is_only_looked_at(
     said = capsys.readouterr().out
     model, _ = rewarding.load(Path(learned[3:]))
     tokenizer = Reviews.tokenizer
-    for line, rollout in zip(metrics(out), rollouts, strict=True):
+    for line, rollout in zip(lines_of(out), rollouts, strict=True):
         scores = model.outcomes(rollout)
         assert line["reward"] == pytest.approx(scores.mean().item(), rel=1e-5)
         assert torch.equal(rollout.rewards, scores)
@@ -842,19 +815,19 @@ def test_the_reward_is_the_reward_models_and_the_hidden_score_is_only_looked_at(
     for name in ("eval_before", "eval_after"):
         assert summary[name].keys() == evaluated and summary[name]["problems"] == 8
     assert summary["eval_before"]["kl"] == 0 != summary["eval_after"]["kl"]
-    assert metrics(out)[0]["kl_ref"] == 0 < metrics(out)[2]["kl_ref"]  # looked at, though beta is 0
+    assert lines_of(out)[0]["kl_ref"] == 0 < lines_of(out)[2]["kl_ref"]  # looked at, though beta is 0
     again, _ = rewarding.load(Path(learned[3:]))
     assert equal(again.state_dict(), model.state_dict())
     assert (checkpoint.latest(out / "checkpoint") / "reference.safetensors").exists()
     page = (Path(train_grpo.__file__).parent / "docs" / "metrics.md").read_text()
-    logged = set(metrics(out)[0]) - {"eval"} | {f"eval.{name}" for name in evaluated - {"gold_low", "gold_high"}}
+    logged = set(lines_of(out)[0]) - {"eval"} | {f"eval.{name}" for name in evaluated - {"gold_low", "gold_high"}}
     assert logged <= set(re.findall(r"`([\w.@]+)`", page))
 
 
 @pytest.mark.parametrize("algo", ["reinforce", "gspo", "dapo", "cispo"])
 def test_every_algorithm_learns_from_a_learned_reward(algo, train, learned):
     out = train(**REVIEWS, reward=learned, algo=algo, steps=1)
-    assert not equal(weights(out, 0), weights(out)) and math.isfinite(metrics(out)[0]["loss"])
+    assert not equal(weights(out, step=0), weights(out)) and math.isfinite(lines_of(out)[0]["loss"])
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
@@ -876,11 +849,11 @@ def test_a_run_keeps_a_copy_of_the_reward_model_it_was_given(train, learned):
     whole, cut = train(**chosen), train(**chosen)
     shutil.rmtree(cut / "checkpoint" / "step_000004")
     shutil.rmtree(Path(learned[3:]))  # nobody needs it any more
-    resume(cut)
+    resume(train_grpo, cut)
     assert equal(weights(cut), weights(whole))
     shutil.rmtree(cut / "reward_model")
     with pytest.raises(RunError, match="holds no reward model"):
-        resume(cut)
+        resume(train_grpo, cut)
 
 
 def test_a_learned_reward_that_is_being_fooled_is_warned_of(train, learned, monkeypatch):
@@ -897,8 +870,8 @@ def test_a_run_on_a_learned_reward_resumes_bit_by_bit(train, learned):
     chosen = REVIEWS | {"reward": learned, "steps": 4, "save_every": 2}
     whole, cut = train(**chosen), train(**chosen)
     shutil.rmtree(cut / "checkpoint" / "step_000004")
-    resume(cut)
-    assert equal(weights(cut), weights(whole)) and equal(weights(cut, model="reference"), weights(whole, 0))
+    resume(train_grpo, cut)
+    assert equal(weights(cut), weights(whole)) and equal(weights(cut, model="reference"), weights(whole, step=0))
 
 
 def test_a_single_held_out_response_has_no_interval_and_can_be_drawn(train, learned, monkeypatch):

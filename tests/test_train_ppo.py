@@ -12,10 +12,8 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import zlib
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +21,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from script_runs import ctrl_c, digest, equal, metrics, resume, weights
 from torch import Tensor
 
 import train_ppo
@@ -79,36 +78,6 @@ def train(tmp_path, finished):
         return out
 
     return train
-
-
-def resume(out: Path, *arguments: str) -> dict:
-    return train_ppo.main(parse(train_ppo.Config, None, ["--out", str(out), "--resume", *arguments]))
-
-
-TIMES = ("seconds", "tokens_per_second")
-
-
-def metrics(out: Path) -> list[dict]:
-    """The lines of metrics.jsonl without times."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
-
-
-def weights(out: Path, model: str = "policy") -> dict[str, Tensor]:
-    return load_file(checkpoint.latest(out / "checkpoint") / f"{model}.safetensors")
-
-
-def equal(a, b) -> bool:
-    """Bit by bit."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return a.dtype == b.dtype and torch.equal(a, b) if isinstance(a, Tensor) else a == b
-
-
-def digest(model: torch.nn.Module) -> int:
-    return zlib.crc32(b"".join(value.numpy().tobytes() for value in model.state_dict().values()))
 
 
 # ---- looking over the script's shoulder
@@ -689,23 +658,6 @@ def assert_same_end(out: Path, other: Path) -> None:
     assert len(both) == 2 and all(part["state"] for optimizer in both for part in optimizer["parts"])
 
 
-@contextlib.contextmanager
-def ctrl_c(where, name: str, when):
-    """A real signal just before the call of `where.name` whose arguments fulfil `when`, once."""
-    function, sent = getattr(where, name), []
-
-    def call(*given, **keywords):
-        if not sent and when(*given, **keywords):
-            sent.append(True)
-            signal.raise_signal(signal.SIGINT)
-        return function(*given, **keywords)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(where, name, call)
-        yield
-    assert sent
-
-
 STOPS = {  # what is called there, and the message
     "warm start": (sft, "demonstrations", lambda task, n, key: key.endswith(" 1"), "stopped in the warm start, which"),
     "reward model": (rewarding, "rows_of_step", lambda step, *_: step == 1, "stopped in the reward model, which"),
@@ -730,7 +682,7 @@ def test_trap_f1_interrupted_and_resumed_the_run_ends_bit_by_bit_where_it_would_
     monkeypatch.setattr(rewarding, "train_reward_model", spy)
     if where == "steps":  # pairs are of no use any more
         monkeypatch.setattr(train_ppo, "collect_pairs", None)
-    resume(out)
+    resume(train_ppo, out)
     assert len(trained) == (where != "steps")
     assert_same_end(out, undisturbed)
 
@@ -754,7 +706,7 @@ def test_a_run_killed_between_reward_model_and_first_checkpoint_trains_none_agai
     shutil.rmtree(out / "checkpoint")
     monkeypatch.setattr(rewarding, "train_reward_model", None)
     shutil.copytree(undisturbed.parent / "warm_starts", tmp_path / "warm_starts")
-    resume(out)
+    resume(train_ppo, out)
     found, expected = ending(out), ending(undisturbed)
     for name in ("weights", "reward_model", "metrics", "summary"):
         assert equal(found[name], expected[name]), name
@@ -764,7 +716,7 @@ def test_a_bfloat16_run_resumes_bit_by_bit_with_the_masters_of_policy_and_critic
     chosen = {"dtype": "bfloat16", "steps": 2, "save_every": 1, "learning_rate": 1e-4}  # below what bfloat16 resolves
     whole, cut = train(**chosen), train(**chosen)
     shutil.rmtree(cut / "checkpoint" / "step_000002")
-    resume(cut)
+    resume(train_ppo, cut)
     for model in ("policy", "critic"):
         assert equal(weights(cut, model), weights(whole, model))
     states = [torch.load(checkpoint.latest(o / "checkpoint") / "training.pt", weights_only=True) for o in (whole, cut)]
@@ -798,7 +750,7 @@ def test_a_resumed_run_that_has_its_reward_model_needs_the_file_of_pairs_no_more
     path.write_text(json.dumps({"prompt": " the plot was dull", "chosen": " .", "rejected": " dull"}) + "\n")
     out = train(pairs=str(path), steps=1)
     path.unlink()
-    resume(out, "--steps", "2")
+    resume(train_ppo, out, "--steps", "2")
     assert len(metrics(out)) == 2
 
 
@@ -807,7 +759,7 @@ def test_a_run_that_has_lost_the_reward_model_it_learns_from_says_so_and_trains_
         before = metrics(out)
         shutil.rmtree(out / "reward_model")
         with pytest.raises(RunError, match=r"reward_model is gone, and the run learns from it: put it back"):
-            resume(out, "--steps", "2")
+            resume(train_ppo, out, "--steps", "2")
         assert metrics(out) == before and not (out / "reward_model").exists()
 
 
@@ -825,7 +777,7 @@ def test_interrupted_in_the_reward_model_it_goes_on_with_the_pairs_it_had(train,
         train(pairs=str(path), steps=1)
     cut = tmp_path / "run-1"
     path.write_text(json.dumps(row | {"chosen": row["rejected"], "rejected": row["chosen"]}) + "\n")
-    resume(cut)
+    resume(train_ppo, cut)
     assert equal(weights(cut), weights(whole)) and equal(weights(cut, "critic"), weights(whole, "critic"))
 
 
@@ -833,7 +785,7 @@ def test_a_run_keeps_a_copy_of_the_reward_model_it_was_given(train, finished, tm
     shutil.copytree(finished.out / "reward_model", tmp_path / "given")
     out = train(reward=f"rm:{tmp_path / 'given'}", steps=1)
     shutil.rmtree(tmp_path / "given")
-    resume(out, "--steps", "2")
+    resume(train_ppo, out, "--steps", "2")
     assert len(metrics(out)) == 2
     mine, theirs = (load_file(folder / "reward_model" / "reward_model.safetensors") for folder in (out, finished.out))
     assert equal(mine, theirs)
