@@ -27,11 +27,8 @@ from nanorl.model import GPT, frozen_copy
 from nanorl.optimizers import Optimizers, schedule
 from nanorl.options import (
     DTYPES,
-    MAX_RATE,
-    MAX_SEED,
-    MAX_WEIGHT,
     at_least,
-    at_most,
+    check_common,
     checking_options,
     choose,
     choose_device,
@@ -122,9 +119,8 @@ def main(config: Config) -> dict:
     if config.robust and not config.label_smoothing:
         raise RunError("--robust corrects for a share of wrong labels: say which with --label-smoothing")
     dtype, device = choose("dtype", config.dtype, DTYPES), choose_device(config.device)
-    at_least(config, seed=0, steps=1, batch=1, micro_batch=1, beta=1e-6, label_smoothing=0, max_new_tokens=1)
-    at_least(config, learning_rate=0, warm_start_steps=0, eval_every=1, eval_problems=2, save_every=1)
-    at_most(config, seed=MAX_SEED, learning_rate=MAX_RATE, beta=MAX_WEIGHT)
+    check_common(config)
+    at_least(config, batch=1, beta=1e-6, label_smoothing=0, eval_problems=2)
     max_new_tokens = config.max_new_tokens or task.max_new_tokens
     torch.set_num_threads(cpu_threads())
     seed_generators(config.seed)

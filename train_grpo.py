@@ -27,12 +27,10 @@ from nanorl.model import GPT, GPTConfig, frozen_copy
 from nanorl.optimizers import Optimizers, schedule
 from nanorl.options import (
     DTYPES,
-    MAX_RATE,
-    MAX_SEED,
-    MAX_WEIGHT,
     MIN_CLIP,
     at_least,
     at_most,
+    check_common,
     checking_options,
     choose,
     choose_device,
@@ -143,14 +141,13 @@ def main(config: Config) -> dict:
     task = choose("task", config.task, TASKS)()
     dtype = choose("dtype", config.dtype, DTYPES)
     device = choose_device(config.device)
-    at_least(config, seed=0, steps=1, prompts=1, group_size=2, epochs=1, updates_per_rollout=1, micro_batch=1)
-    at_least(config, learning_rate=0, clip_low=MIN_CLIP, clip_high=MIN_CLIP, beta=0, warm_start_steps=0)
+    check_common(config)
+    at_least(config, prompts=1, group_size=2, epochs=1, updates_per_rollout=1)
     at_least(
-        config, max_new_tokens=1, eval_every=1, eval_problems=1, save_every=1, importance_cap=0.1, temperature=1e-3
+        config, beta=0, eval_problems=1, clip_low=MIN_CLIP, clip_high=MIN_CLIP, importance_cap=0.1, temperature=1e-3
     )
     updates, epochs = config.updates_per_rollout or algorithm.updates_per_rollout, config.epochs or algorithm.epochs
-    at_most(config, learning_rate=MAX_RATE, beta=MAX_WEIGHT)
-    at_most(config, seed=MAX_SEED, clip_low=1, updates_per_rollout=config.prompts)
+    at_most(config, clip_low=1, updates_per_rollout=config.prompts)
     updates = min(updates, config.prompts)  # the algorithm's default too: a part holds at least one group
     extras = choose_extras(config.extras, algorithm)
     # Whose log-probs are the old ones: the sampler's, unless the policy is scored more than once, or in bfloat16, where

@@ -37,12 +37,11 @@ from nanorl.model import GPT, frozen_copy
 from nanorl.optimizers import Optimizers, schedule
 from nanorl.options import (
     DTYPES,
-    MAX_RATE,
-    MAX_SEED,
     MAX_WEIGHT,
     MIN_CLIP,
     at_least,
     at_most,
+    check_common,
     choose,
     choose_device,
     command_line,
@@ -145,11 +144,10 @@ def main(config: Config) -> dict:
     betas = {"reward": (config.beta, 0.0), "loss": (0.0, config.beta)}
     beta_in_reward, beta_in_loss = choose("kl-in", config.kl_in, betas)
     dtype, device = choose("dtype", config.dtype, DTYPES), choose_device(config.device)
-    at_least(config, seed=0, steps=1, prompts=1, epochs=1, mini_batches=1, micro_batch=1, reward_model_steps=1, beta=0)
-    at_least(config, gamma=0, lam=0, clip=MIN_CLIP, value_clip=0, target_kl=0, missing_eos_penalty=0, max_new_tokens=1)
-    at_least(config, learning_rate=0, warm_start_steps=0, eval_every=1, eval_problems=2, save_every=1)
-    at_most(config, seed=MAX_SEED, gamma=1, lam=1, clip=1, mini_batches=config.prompts, learning_rate=MAX_RATE)
-    at_most(config, beta=MAX_WEIGHT, missing_eos_penalty=MAX_WEIGHT)
+    check_common(config)
+    at_least(config, prompts=1, epochs=1, mini_batches=1, reward_model_steps=1, eval_problems=2)
+    at_least(config, beta=0, gamma=0, lam=0, clip=MIN_CLIP, value_clip=0, target_kl=0, missing_eos_penalty=0)
+    at_most(config, gamma=1, lam=1, clip=1, mini_batches=config.prompts, missing_eos_penalty=MAX_WEIGHT)
     if config.reward:
         excludes(config, "reward", "pairs", "labeller", "reward_model_steps")
     max_new_tokens = config.max_new_tokens or task.max_new_tokens

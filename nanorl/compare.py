@@ -43,7 +43,6 @@ from nanorl.rewards import overlong
 from nanorl.run import write_atomically
 from nanorl.tasks import PREFERENCE_TASKS, chain, free_length, reviews, task
 
-UNVERIFIED = {f"--task={name}" for name in PREFERENCE_TASKS}
 USUAL = ["--eval-every", "10"]  # often enough for the curve, and for the steps to a target
 QUICK = ["--steps", "40", "--eval-every", "5", "--eval-problems", "256"]
 QUICK_SEEDS = 2
@@ -99,7 +98,7 @@ def make_variant(label: str, common: Sequence[str]) -> Variant:
         if option in ("--seed", "--out", "--resume"):
             raise RunError(f"{option} is given to each run by the comparison: leave it away")
     arguments = [*common, *options]  # of an option given twice, the last counts
-    if any(f"{a}={b}" in UNVERIFIED or a in UNVERIFIED for a, b in zip(arguments, [*arguments[1:], ""], strict=True)):
+    if re.search(rf"--task[ =]({'|'.join(PREFERENCE_TASKS)})\b", " ".join(arguments)):
         raise RunError("the comparison is of accuracy, which nobody can verify there: see python -m nanorl.frontier")
     slug = re.sub(r"[^\w.-]+", "_", label)[:40].strip("_.-")
     return Variant(label, tuple(arguments), f"{slug}-{digest_of(arguments, [SCRIPT, *code])}")

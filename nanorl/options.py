@@ -99,6 +99,13 @@ def at_most(config, **maximum: float) -> None:
             raise RunError(f"{flag(name)} must be at most {most}, not {value}")
 
 
+def check_common(config) -> None:
+    """The range of the options that every training script has."""
+    at_least(config, seed=0, steps=1, micro_batch=1, max_new_tokens=1, learning_rate=0, warm_start_steps=0)
+    at_least(config, eval_every=1, save_every=1)
+    at_most(config, seed=MAX_SEED, beta=MAX_WEIGHT, learning_rate=MAX_RATE)
+
+
 def excludes(config, option: str, *names: str) -> None:
     """None of the named options differs from its default: beside `option` it would do nothing."""
     idle = [name for name in names if getattr(config, name) != getattr(type(config)(), name)]

@@ -44,8 +44,9 @@ def settings():
 
 @pytest.mark.parametrize("kind", TEXTS)
 def test_json_a_call_in_python_keywords_and_lines_say_the_same(tmp_path, kind):
-    (tmp_path / "config").write_text(TEXTS[kind])
-    assert read(tmp_path / "config") == SAME
+    for encoding in ("utf-8", "utf-8-sig"):  # the second as some editors on Windows write it
+        (tmp_path / "config").write_text(TEXTS[kind], encoding=encoding)
+        assert read(tmp_path / "config") == SAME
 
 
 def test_values_may_be_lists_negative_numbers_and_texts(tmp_path):

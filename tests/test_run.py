@@ -37,6 +37,7 @@ from nanorl.options import (
     choose,
     choose_device,
     command_line,
+    cpu_threads,
     describe_memory,
     newest_run,
     parse,
@@ -771,6 +772,14 @@ def test_seconds_are_counted_by_phase_even_through_an_error(tmp_path, monkeypatc
     with contextlib.suppress(ZeroDivisionError), run.phase("sample"):  # 110 to 115
         raise ZeroDivisionError
     assert run.seconds_so_far() == {"sample": 7.0, "total": 20.0}
+
+
+@pytest.mark.parametrize(("given", "threads"), [(None, 1), ("4", 4), ("4,2", 4), ("", 1), ("0", 1), ("many", 1)])
+def test_threads_are_those_of_omp_num_threads_whatever_stands_there(given, threads, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert cpu_threads() == threads
 
 
 # ---- what others did to the folder
